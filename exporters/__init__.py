@@ -1,0 +1,1 @@
+"""Checkpoints and architectures in, bundles of ONNX stages out. No torch, no tracing."""

@@ -1,0 +1,173 @@
+"""What an architecture declares, and how the one for a checkpoint is found.
+
+Each file in ``architectures/`` ends with ``ARCHITECTURE = Architecture(...)``. Lookup scans the files, so
+that a new family needs no registry.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnxscript import OpBuilder, nn
+
+from intaglio.errors import ConfigError, WeightsError
+from intaglio.exporters.bundle import Dim
+from intaglio.exporters.checkpoints.tensors import Checkpoint, CheckpointTensor, reorder_rows
+from intaglio.exporters.config import ConfigKeys
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input of a stage; names in ``shape`` are dims of the bundle."""
+
+    name: str
+    dtype: ir.DataType
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One graph of a model: its inputs, and the function from model and inputs to named outputs."""
+
+    inputs: tuple[Input, ...]
+    forward: Callable[[nn.Module, OpBuilder, Mapping[str, ir.Value]], dict[str, ir.Value]]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model family.
+
+    ``read_config`` makes its config dataclass; ``build`` a fresh model of that; ``stages`` maps stage names to
+    their definitions, given the chosen hidden-state layers; ``dims`` is the bundle's dims table. ``gguf_config``,
+    ``gguf_name`` and ``gguf_row_order`` say how a GGUF file spells the same model (the row order of a tensor, by
+    its Hugging Face name). ``unneeded`` matches tensors that are known and never needed.
+    """
+
+    kind: str
+    model_types: tuple[str, ...]
+    class_names: tuple[str, ...]
+    gguf_architectures: tuple[str, ...]
+    read_config: Callable[[ConfigKeys], Any]
+    build: Callable[[Any], nn.Module]
+    stages: Callable[[Any, tuple[int, ...]], Mapping[str, Stage]]
+    dims: Callable[[Any], dict[str, Dim]]
+    gguf_config: Callable[[Checkpoint], ConfigKeys]
+    gguf_name: Callable[[str], str | None]
+    gguf_row_order: Callable[[str, int, Any], np.ndarray | None]
+    unneeded: Callable[[str, Any], bool]
+
+    @property
+    def name(self) -> str:
+        """The family's first model type."""
+        return self.model_types[0]
+
+
+def all_architectures() -> Iterator[Architecture]:
+    """Every architecture that a file in ``architectures/`` declares."""
+    package = importlib.import_module("intaglio.exporters.architectures")
+    for module in pkgutil.iter_modules(package.__path__):
+        yield importlib.import_module(f"{package.__name__}.{module.name}").ARCHITECTURE
+
+
+def find_architecture(checkpoint: Checkpoint) -> tuple[Architecture, ConfigKeys]:
+    """The architecture that answers to a checkpoint, and its configuration. Raises ConfigError."""
+    known = list(all_architectures())
+    if checkpoint.format == "gguf":
+        found = checkpoint.metadata.get("general.architecture")
+        for architecture in known:
+            if found in architecture.gguf_architectures:
+                return architecture, architecture.gguf_config(checkpoint)
+        names = sorted(name for a in known for name in a.gguf_architectures)
+        raise ConfigError(
+            f"{checkpoint.path}: general.architecture is {found!r}; built are {', '.join(names)}"
+        )
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    source = str(folder / "config.json")
+    if not checkpoint.config:
+        raise ConfigError(f"{source}: is missing or empty; a safetensors checkpoint needs the model's config.json")
+    for key in ("quantization_config", "quantization"):
+        if checkpoint.config.get(key):
+            raise ConfigError(
+                f"{source}: has {key}; quantized safetensors are not read yet. Take the unquantized model or a GGUF."
+            )
+    classes, model_type = checkpoint.config.get("architectures") or [], checkpoint.config.get("model_type")
+    for architecture in known:
+        # A class says more than a type: LlamaForSequenceClassification has the type llama, and another head.
+        if (set(classes) & set(architecture.class_names)) if classes else model_type in architecture.model_types:
+            return architecture, ConfigKeys(checkpoint.config, source)
+    names = sorted(name for a in known for name in a.class_names)
+    raise ConfigError(
+        f"{source}: architectures is {classes!r} and model_type {model_type!r}; built are {', '.join(names)}"
+    )
+
+
+def model_tensors(
+    checkpoint: Checkpoint, architecture: Architecture, config: Any
+) -> dict[str, CheckpointTensor]:
+    """The checkpoint's tensors under the architecture's names and in its row order."""
+    if checkpoint.format != "gguf":
+        return dict(checkpoint.tensors)
+    tensors: dict[str, CheckpointTensor] = {}
+    for name, tensor in checkpoint.tensors.items():
+        renamed = architecture.gguf_name(name) or name
+        rows = tensor.shape[0] if tensor.shape else 0
+        order = architecture.gguf_row_order(renamed, rows, config)
+        tensors[renamed] = tensor if order is None else reorder_rows(tensor, order)
+    return tensors
+
+
+def match_weights(
+    model: nn.Module,
+    tensors: Mapping[str, CheckpointTensor],
+    unneeded: Callable[[str], bool],
+    source: str,
+    *,
+    allow_unused: bool = False,
+) -> tuple[dict[str, CheckpointTensor], list[str]]:
+    """Pairs every parameter of ``model`` with its tensor, and lists the tensors that none needs.
+
+    Raises WeightsError that lists all missing tensors, wrong shapes, unreadable types and unknown tensors at once.
+    """
+    declared = {name: tuple(int(n) for n in parameter.shape) for name, parameter in model.named_parameters()}
+    problems = []
+    missing = [f"{name} {list(shape)}" for name, shape in declared.items() if name not in tensors]
+    if missing:
+        problems.append(_listing(f"{len(missing)} of {len(declared)} tensors are missing", missing))
+    wrong = [
+        f"{name} is {list(tensors[name].shape)}, expected {list(shape)}"
+        for name, shape in declared.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    if wrong:
+        problems.append(_listing(f"{len(wrong)} tensors have a shape that disagrees with the config", wrong))
+    unreadable = [
+        f"{name} is {tensors[name].storage}"
+        for name in declared
+        if name in tensors and tensors[name].dtype is None and tensors[name].layout is None
+    ]
+    if unreadable:
+        problems.append(_listing(f"{len(unreadable)} tensors are stored in a type that is not read", unreadable))
+    others = [name for name in tensors if name not in declared]
+    unknown = [name for name in others if not unneeded(name)]
+    if unknown and not allow_unused:
+        text = f"{len(unknown)} tensors are unknown to the architecture (--allow-unused goes on without them)"
+        problems.append(_listing(text, unknown))
+    if problems:
+        raise WeightsError(f"{source}: " + "\n".join(problems))
+    return {name: tensors[name] for name in declared}, others
+
+
+def _listing(title: str, lines: list[str]) -> str:
+    # Layers repeat: name each kind of tensor once, so that the list of all fits a screen.
+    kinds: dict[str, list[str]] = {}
+    for line in lines:
+        kinds.setdefault(re.sub(r"\.\d+\.", ".N.", line), []).append(line)
+    shown = [group[0] if len(group) == 1 else f"{kind} ({len(group)} times)" for kind, group in kinds.items()]
+    return "\n  ".join([f"{title}:", *shown])

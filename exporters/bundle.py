@@ -1,0 +1,177 @@
+"""The bundle: a folder with ``bundle.json``, one ONNX file a stage, ``weights.data`` and ``tokenizer/``."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from intaglio.errors import BundleError
+
+SCHEMA_VERSION = 1
+BUNDLE_FILE = "bundle.json"
+WEIGHTS_FILE = "weights.data"
+
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+# A file of the bundle, never one outside it.
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?$")]
+
+
+class _Schema(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Dim(_Schema):
+    """Bounds of a named dim. A dependent dim has an ``expression`` of others, which its size must equal."""
+
+    min: int = Field(ge=0)
+    max: int = Field(ge=1)
+    opt: int | None = Field(default=None, ge=0)
+    multiple_of: int = Field(default=1, ge=1)
+    expression: str | None = None
+
+
+class TensorInfo(_Schema):
+    """Name, dtype (as NumPy spells it) and shape of an input or output; strings in ``shape`` are dims."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+class StageInfo(_Schema):
+    """One graph of the bundle."""
+
+    file: FileName
+    sha256: Sha256
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+
+
+class WeightsInfo(_Schema):
+    """The weights that all stages share. ``sha256`` covers name, dtype, shape and bytes of every tensor."""
+
+    file: FileName
+    bytes: int = Field(ge=0)
+    tensors: int = Field(ge=0)
+    sha256: Sha256
+
+
+class TokenizerInfo(_Schema):
+    """Files of the tokenizer and its special tokens."""
+
+    folder: FileName
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    bos_token_id: int | None
+    pad_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    has_chat_template: bool
+
+
+class SourceFile(_Schema):
+    """A file of the source checkpoint."""
+
+    name: str
+    bytes: int
+    sha256: Sha256
+
+
+class SourceInfo(_Schema):
+    """Where the weights came from."""
+
+    format: str
+    files: tuple[SourceFile, ...]
+
+
+class QuantizationInfo(_Schema):
+    """How many tensors of the source were stored in which way, and what they became."""
+
+    storage: str
+    tensors: int
+    bits: int
+    group_size: int | None = None
+    zero_point: int | None = None
+    has_offsets: bool = False
+
+
+class Bundle(_Schema):
+    """The content of ``bundle.json``."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    intaglio_version: str
+    kind: Literal["text-generation"]
+    architecture: str
+    dtype: str
+    config: dict[str, Any]
+    stages: dict[str, StageInfo]
+    dims: dict[str, Dim]
+    weights: WeightsInfo
+    tokenizer: TokenizerInfo | None
+    quantization: tuple[QuantizationInfo, ...]
+    source: SourceInfo
+    unused_tensors: tuple[str, ...]
+
+
+def is_bundle(path: Path) -> bool:
+    """Whether ``path`` is a folder with a ``bundle.json``."""
+    return (path / BUNDLE_FILE).is_file()
+
+
+def read_bundle(path: Path) -> Bundle:
+    """Reads and checks ``bundle.json``, and that the files it names are there. Raises BundleError."""
+    file = path / BUNDLE_FILE
+    if not file.is_file():
+        what = "no such folder" if not path.exists() else f"holds no {BUNDLE_FILE}"
+        raise BundleError(f"{path}: {what}; expected a bundle. Make one with `intaglio export CHECKPOINT {path}`.")
+    try:
+        text = file.read_text("utf-8")
+        bundle = Bundle.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise BundleError(
+            f"{file}: {where}: {first['msg']}. It is damaged or of another schema version than {SCHEMA_VERSION}; "
+            "export again."
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise BundleError(f"{file}: cannot be read ({error})") from error
+    _check_files(path, bundle)
+    return bundle
+
+
+def _check_files(path: Path, bundle: Bundle) -> None:
+    names = [stage.file for stage in bundle.stages.values()] + [bundle.weights.file]
+    missing = [name for name in names if not (path / name).is_file()]
+    if missing:
+        raise BundleError(f"{path}: {', '.join(missing)} named in {BUNDLE_FILE} are missing; export again")
+    size = (path / bundle.weights.file).stat().st_size
+    if size != bundle.weights.bytes:
+        raise BundleError(
+            f"{path / bundle.weights.file}: has {size} bytes, expected {bundle.weights.bytes}; export again"
+        )
+
+
+_OPERATORS = {ast.Add: int.__add__, ast.Sub: int.__sub__, ast.Mult: int.__mul__, ast.Div: int.__floordiv__}
+
+
+def evaluate_dim(expression: str, sizes: dict[str, int]) -> int | None:
+    """The value of a dependent dim's expression (``+ - * /`` of names and integers); None if a name is unknown."""
+
+    def value(node: ast.AST) -> int | None:
+        match node:
+            case ast.Expression(body=body):
+                return value(body)
+            case ast.Constant(value=int(number)):
+                return number
+            case ast.Name(id=name):
+                return sizes.get(name)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+                a, b = value(left), value(right)
+                return None if a is None or b is None else _OPERATORS[type(op)](a, b)
+        raise BundleError(f"the dim expression {expression!r} may hold only names, integers and + - * /")
+
+    return value(ast.parse(expression, mode="eval"))

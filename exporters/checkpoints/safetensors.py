@@ -1,0 +1,181 @@
+"""Safetensors files: one, or several named by an index, alone or in a Hugging Face directory.
+
+The container is read here rather than through the safetensors package, which maps the whole file.
+Format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from intaglio.errors import CheckpointError
+from intaglio.exporters.checkpoints.tensors import (
+    Checkpoint,
+    CheckpointTensor,
+    DenseTensor,
+    FileBytes,
+    UnreadableTensor,
+)
+
+# The published limit of the format; a larger length is not a header.
+_MAX_HEADER = 100_000_000
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+def open_file(path: Path) -> Checkpoint:
+    """One safetensors file. A ``config.json`` beside it is taken as its configuration."""
+    config = _read_json(path.parent / "config.json") if (path.parent / "config.json").is_file() else {}
+    return Checkpoint(path, "safetensors", _read_file(path), (path,), config)
+
+
+def open_directory(path: Path, index: Path | None = None) -> Checkpoint:
+    """A folder with ``config.json`` and ``*.safetensors``, sharded or not.
+
+    Raises CheckpointError if a shard is missing, lies outside the folder, or does not hold what the index
+    says; if two files hold the same tensor; or if there are several files and no index.
+    """
+    config = _read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    if index is None:
+        found = sorted(path.glob("*.safetensors.index.json"))
+        if len(found) > 1:
+            names = ", ".join(p.name for p in found)
+            raise CheckpointError(f"{path}: holds {len(found)} indexes ({names}); name the one to open")
+        index = found[0] if found else None
+    if index is None:
+        files = sorted(path.glob("*.safetensors"))
+        if len(files) > 1:
+            names = ", ".join(p.name for p in files)
+            raise CheckpointError(
+                f"{path}: holds {len(files)} safetensors files ({names}) and no *.safetensors.index.json that "
+                "says which belong together; name the one to open, or fetch the index"
+            )
+        return Checkpoint(path, "safetensors", _read_file(files[0]), tuple(files), config)
+    tensors, shards = _read_shards(path, index)
+    return Checkpoint(path, "safetensors", tensors, shards, config)
+
+
+def _read_shards(folder: Path, index: Path) -> tuple[dict[str, CheckpointTensor], tuple[Path, ...]]:
+    content = _read_json(index)
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CheckpointError(f"{index}: has no `weight_map` from tensor names to file names")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if not name or Path(name).name != name:
+            raise CheckpointError(f"{index}: names the shard {name!r}; a shard must be a file beside its index")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{index}: {len(missing)} of {len(names)} shards are missing in {folder}: {', '.join(missing)}. "
+            "Fetch them and try again."
+        )
+    tensors: dict[str, CheckpointTensor] = {}
+    for name in names:
+        for key, tensor in _read_file(folder / name).items():
+            if weight_map.get(key) != name:
+                raise CheckpointError(
+                    f"{folder / name}: holds {key!r}, which the index places in {weight_map.get(key)!r}"
+                )
+            tensors[key] = tensor
+    absent = sorted(set(weight_map) - set(tensors))
+    if absent:
+        raise CheckpointError(
+            f"{index}: {len(absent)} tensors are not in the shards it names: {', '.join(absent[:20])}"
+        )
+    return tensors, tuple(folder / name for name in names)
+
+
+def _read_file(path: Path) -> dict[str, CheckpointTensor]:
+    file = FileBytes(path)
+    if file.size < 8:
+        raise CheckpointError(f"{path}: has {file.size} bytes; a safetensors file has at least 8")
+    length = int.from_bytes(file.read(0, 8), "little")
+    if length > min(file.size - 8, _MAX_HEADER):
+        raise CheckpointError(
+            f"{path}: says its header has {length} bytes, but the file has {file.size} "
+            f"(and a header at most {_MAX_HEADER}); it is cut short or not safetensors"
+        )
+    try:
+        header = json.loads(file.read(8, length), object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: the header is not the JSON of a safetensors file ({error})") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: the header is a JSON {type(header).__name__}, expected an object")
+    header.pop("__metadata__", None)
+    start, tensors, spans = 8 + length, {}, []
+    for name, entry in header.items():
+        tensors[name], span = _tensor(path, file, start, name, entry)
+        spans.append((*span, name))
+    _check_spans(path, sorted(spans), file.size - start)
+    return tensors
+
+
+def _tensor(
+    path: Path, file: FileBytes, start: int, name: str, entry: Any
+) -> tuple[CheckpointTensor, tuple[int, int]]:
+    try:
+        storage, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: {name}: expected dtype, shape and data_offsets, found {entry!r}") from error
+    numbers = [*shape, begin, end] if isinstance(shape, list) else [None]
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
+        raise CheckpointError(
+            f"{path}: {name}: shape {shape!r} and data_offsets [{begin!r}, {end!r}] must be integers >= 0"
+        )
+    if begin > end or start + end > file.size:
+        raise CheckpointError(
+            f"{path}: {name}: lies at bytes {start + begin} to {start + end}, but the file has {file.size}; "
+            "it is cut short or its header lies. Fetch it again."
+        )
+    dtype = _DTYPES.get(storage) if isinstance(storage, str) else None
+    if dtype is None:
+        why = f"{path}: {name}: is stored as {storage!r}; read are {', '.join(_DTYPES)}"
+        return UnreadableTensor(name, tuple(shape), str(storage), why), (begin, end)
+    expected = dtype.itemsize
+    for n in shape:
+        expected *= n
+    if expected != end - begin:
+        raise CheckpointError(
+            f"{path}: {name}: {storage} of shape {shape} takes {expected} bytes, but data_offsets give {end - begin}"
+        )
+    return DenseTensor(name, tuple(shape), storage, file, start + begin, dtype), (begin, end)
+
+
+def _check_spans(path: Path, spans: list[tuple[int, int, str]], size: int) -> None:
+    position, previous = 0, "the header"
+    for begin, end, name in spans:
+        if begin < position:
+            raise CheckpointError(f"{path}: {name} overlaps {previous} at byte {begin} of the data")
+        position, previous = max(position, end), name
+    if position > size:
+        raise CheckpointError(f"{path}: the data has {size} bytes, the tensors end at {position}")
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"the key {key!r} stands twice")
+        result[key] = value
+    return result
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: is a JSON {type(content).__name__}, expected an object")
+    return content

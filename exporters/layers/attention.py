@@ -1,0 +1,50 @@
+"""Masks, heads and the key-value cache of decoder attention."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnxscript import OpBuilder
+
+
+def causal_mask(
+    op: OpBuilder, attention_mask_BT: ir.Value, input_ids_BS: ir.Value, past_key: ir.Value | None
+) -> ir.Value:
+    """The one boolean mask of a graph, ``[B, 1, S, T]``: True where a query may see a key.
+
+    A query sees the valid keys up to its own position, and always itself: a padding row would otherwise
+    see nothing, and its softmax would be NaN.
+    """
+    total = op.Shape(attention_mask_BT, start=1, end=2)
+    sequence = op.Shape(input_ids_BS, start=1, end=2)
+    past = op.Shape(past_key, start=2, end=3) if past_key is not None else None
+    keys_T = op.Range(0, op.Squeeze(total, [0]), 1)
+    queries_S = op.Range(0, op.Squeeze(sequence, [0]), 1)
+    if past is not None:
+        queries_S = op.Add(queries_S, past)
+    queries_S1 = op.Unsqueeze(queries_S, [-1])
+    causal_ST = op.LessOrEqual(keys_T, queries_S1)
+    itself_ST = op.Equal(keys_T, queries_S1)
+    valid_B11T = op.Unsqueeze(op.Cast(attention_mask_BT, to=ir.DataType.BOOL), [1, 2])
+    return op.And(causal_ST, op.Or(valid_B11T, itself_ST))
+
+
+def split_heads(op: OpBuilder, x_BSD: ir.Value, heads: int, head_dim: int) -> ir.Value:
+    """``[B, S, H * E]`` to ``[B, H, S, E]``."""
+    return op.Transpose(op.Reshape(x_BSD, [0, 0, heads, head_dim]), perm=[0, 2, 1, 3])
+
+
+def merge_heads(op: OpBuilder, x_BHSE: ir.Value) -> ir.Value:
+    """``[B, H, S, E]`` to ``[B, S, H * E]``."""
+    return op.Reshape(op.Transpose(x_BHSE, perm=[0, 2, 1, 3]), [0, 0, -1])
+
+
+def append_to_cache(op: OpBuilder, past_BKPE: ir.Value | None, new_BKSE: ir.Value) -> ir.Value:
+    """``[B, K, P + S, E]``. A Concat outside Attention is the pattern that lowering recognises."""
+    return new_BKSE if past_BKPE is None else op.Concat(past_BKPE, new_BKSE, axis=2)
+
+
+def attention(
+    op: OpBuilder, query_BHSE: ir.Value, key_BKTE: ir.Value, value_BKTE: ir.Value, mask: ir.Value, scale: float
+) -> ir.Value:
+    """Softmax attention with grouped heads (H a multiple of K) under a boolean mask: ``[B, H, S, E]``."""
+    return op.Attention(query_BHSE, key_BKTE, value_BKTE, mask, scale=scale)

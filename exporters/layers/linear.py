@@ -1,0 +1,95 @@
+"""Linear and embedding layers, dense or grouped-quantized."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnxscript import OpBuilder, nn
+
+from intaglio.exporters.checkpoints.tensors import QuantizedLayout
+from intaglio.kernels.functions import grouped_quant_dequantize, grouped_quant_matmul
+from intaglio.kernels.grouped_quant import GroupedQuantFormat
+
+# How the three parts of a quantized weight are named after the weight.
+QUANTIZED_PARTS = ("codes", "scales", "offsets")
+
+
+class WeightModule(nn.Module):
+    """A module with a ``weight`` ``[out, in]`` that may turn out to be quantized in the checkpoint."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight: nn.Parameter | None = nn.Parameter([rows, columns], name="weight")
+        self.rows, self.columns = rows, columns
+        self.layout: QuantizedLayout | None = None
+
+    def quantize(self, layout: QuantizedLayout) -> None:
+        """Replaces ``weight`` by ``weight.codes``, ``weight.scales`` and ``weight.offsets``."""
+        shape = (self.rows, self.columns)
+        groups = layout.format.groups_shape(shape)
+        scale_dtype = ir.DataType.from_numpy(layout.scale_dtype)
+        self._parameters.pop("weight")
+        self.weight, self.layout = None, layout
+        self.codes = nn.Parameter(layout.format.codes_shape(shape), ir.DataType.UINT8, "weight.codes")
+        self.scales = nn.Parameter(groups, scale_dtype, "weight.scales")
+        self.offsets = nn.Parameter(groups if layout.has_offsets else [], scale_dtype, "weight.offsets")
+
+    def project(self, op: OpBuilder, x: ir.Value) -> ir.Value:
+        """``x`` ``[..., in]`` times the transposed weight: ``[..., out]``."""
+        if self.layout is None:
+            return op.MatMul(x, op.Transpose(self.weight, perm=[1, 0]))
+        y = op.call(
+            grouped_quant_matmul(), x, self.codes, self.scales, self.offsets, **_attributes(self.layout.format)
+        )
+        # Shape inference does not look into functions.
+        y.dtype = x.dtype
+        y.shape = ir.Shape([*(x.shape or ())[:-1], self.rows])
+        return y
+
+
+class Linear(WeightModule):
+    """``y = x @ weight.T + bias``, as ``torch.nn.Linear``."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+        super().__init__(out_features, in_features)
+        self.bias = nn.Parameter([out_features], name="bias") if bias else None
+
+    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
+        y = self.project(op, x)
+        return y if self.bias is None else op.Add(y, self.bias)
+
+
+class Embedding(WeightModule):
+    """A table ``[num_embeddings, embedding_dim]``; a quantized one gathers rows, then dequantizes them."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
+        super().__init__(num_embeddings, embedding_dim)
+
+    def forward(self, op: OpBuilder, ids_BS: ir.Value) -> ir.Value:
+        if self.layout is None:
+            return op.Gather(self.weight, ids_BS)
+        flat = op.Reshape(ids_BS, [-1])
+        offsets = op.Gather(self.offsets, flat) if self.layout.has_offsets else self.offsets
+        rows = op.call(
+            grouped_quant_dequantize(),
+            op.Gather(self.codes, flat),
+            op.Gather(self.scales, flat),
+            offsets,
+            **_attributes(self.layout.format),
+        )
+        rows.dtype = ir.DataType.FLOAT
+        rows.shape = ir.Shape([None, self.columns])
+        x_BSD = op.Reshape(rows, op.Concat(op.Shape(ids_BS), [self.columns], axis=0))
+        x_BSD.shape = ir.Shape([*(ids_BS.shape or ()), self.columns])
+        return x_BSD
+
+    def as_linear(self, op: OpBuilder, x: ir.Value) -> ir.Value:
+        """The table as the weight of a tied output head."""
+        return self.project(op, x)
+
+
+def _attributes(quantization: GroupedQuantFormat) -> dict[str, int]:
+    return {
+        "bits": quantization.bits,
+        "group_size": quantization.group_size,
+        "zero_point": quantization.zero_point,
+    }

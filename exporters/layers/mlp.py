@@ -1,0 +1,23 @@
+"""Feed-forward blocks."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnxscript import OpBuilder, nn
+
+from intaglio.exporters.layers.linear import Linear
+
+
+class SwiGLU(nn.Module):
+    """``down_proj(silu(gate_proj(x)) * up_proj(x))`` (https://arxiv.org/abs/2002.05202)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
+        gate = self.gate_proj(op, x)
+        silu = op.Mul(gate, op.Sigmoid(gate))
+        return self.down_proj(op, op.Mul(silu, self.up_proj(op, x)))

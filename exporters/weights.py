@@ -1,0 +1,137 @@
+"""Streams weights into the one file that the stages of a bundle share.
+
+The layout is fixed before a byte is read, so the parts of a quantized tensor are written beside each other
+as its blocks arrive: peak memory is one chunk, whatever the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from intaglio.errors import BundleError
+from intaglio.exporters.checkpoints.tensors import CheckpointTensor, Rows
+from intaglio.exporters.layers.linear import QUANTIZED_PARTS
+from intaglio.progress import Progress
+
+ALIGNMENT = 4096
+_CHUNK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Part:
+    """One initializer in the weights file."""
+
+    name: str
+    dtype: ir.DataType
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part."""
+        count = 1
+        for n in self.shape:
+            count *= n
+        return count * self.dtype.numpy().itemsize
+
+
+def plan_weights(
+    weights: Mapping[str, CheckpointTensor], dtype: ir.DataType
+) -> tuple[dict[str, tuple[Part, ...]], int]:
+    """Places every tensor: its parts by tensor name, and the size of the file. Dense ones become ``dtype``."""
+    plan: dict[str, tuple[Part, ...]] = {}
+    end = 0
+    for name, tensor in weights.items():
+        parts = []
+        for part_name, part_dtype, shape in _parts(name, tensor, dtype):
+            part = Part(part_name, part_dtype, shape, -(-end // ALIGNMENT) * ALIGNMENT)
+            parts.append(part)
+            end = part.offset + part.nbytes
+        plan[name] = tuple(parts)
+    return plan, end
+
+
+def _parts(
+    name: str, tensor: CheckpointTensor, dtype: ir.DataType
+) -> list[tuple[str, ir.DataType, tuple[int, ...]]]:
+    if tensor.layout is None:
+        return [(name, dtype, tensor.shape)]
+    scale_dtype = ir.DataType.from_numpy(tensor.layout.scale_dtype)
+    groups = tensor.layout.format.groups_shape(tensor.shape)
+    shapes = (
+        (ir.DataType.UINT8, tensor.layout.format.codes_shape(tensor.shape)),
+        (scale_dtype, groups),
+        (scale_dtype, groups if tensor.layout.has_offsets else ()),
+    )
+    return [(f"{name}.{part}", *shape) for part, shape in zip(QUANTIZED_PARTS, shapes, strict=True)]
+
+
+def write_weights(
+    path: Path,
+    weights: Mapping[str, CheckpointTensor],
+    plan: Mapping[str, tuple[Part, ...]],
+    size: int,
+    progress: Progress,
+) -> str:
+    """Writes the planned file and returns its hash (see WeightsInfo). Raises BundleError if the disk is full."""
+    total = hashlib.sha256()
+    try:
+        with path.open("wb", buffering=0) as file:
+            # Reserved first, so that a full disk is known before the work, not after it.
+            _reserve(file.fileno(), size)
+            for name, tensor in weights.items():
+                for part, digest in zip(plan[name], _write(file.fileno(), tensor, plan[name], progress), strict=True):
+                    total.update(f"{part.name}\0{part.dtype.name}\0{list(part.shape)}\0{digest}\n".encode())
+    except OSError as error:
+        raise BundleError(
+            f"{path}: {size} bytes of weights cannot be written ({error.strerror}); free space or choose another disk"
+        ) from error
+    return total.hexdigest()
+
+
+def _reserve(fd: int, size: int) -> None:
+    if size and hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, size)
+    else:
+        os.truncate(fd, size)
+
+
+def _write(fd: int, tensor: CheckpointTensor, parts: tuple[Part, ...], progress: Progress) -> list[str]:
+    hashes = [hashlib.sha256() for _ in parts]
+    written = [0 for _ in parts]
+    for start, rows in tensor.chunks(_CHUNK_BYTES):
+        for i, (part, values) in enumerate(zip(parts, _values(rows, parts), strict=True)):
+            if part.shape == () and start:
+                continue  # the scalar in place of offsets comes with every chunk
+            data = memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+            hashes[i].update(data)
+            _write_at(fd, data, part.offset + written[i])
+            written[i] += len(data)
+        stop = min(start + max(1, _CHUNK_BYTES // max(1, tensor.row_bytes)), tensor.row_count)
+        progress.advance((stop - start) * tensor.row_bytes)
+    for part, count in zip(parts, written, strict=True):
+        assert count == part.nbytes, f"{part.name}: wrote {count} bytes of {part.nbytes}"
+    return [h.hexdigest() for h in hashes]
+
+
+def _values(rows: Rows, parts: tuple[Part, ...]) -> tuple[np.ndarray, ...]:
+    if isinstance(rows, np.ndarray):
+        return (rows.astype(parts[0].dtype.numpy(), copy=False),)
+    return rows.codes, rows.scales, rows.offsets
+
+
+def _write_at(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        if hasattr(os, "pwrite"):
+            n = os.pwrite(fd, data, offset)
+        else:
+            os.lseek(fd, offset, os.SEEK_SET)
+            n = os.write(fd, data)
+        data, offset = data[n:], offset + n

@@ -1,0 +1,1 @@
+"""The grouped-quantized format, its NumPy reference and packers, and the kernels behind it."""
