@@ -1,11 +1,12 @@
 """Tokenizer files of a bundle, from GGUF metadata or from a Hugging Face directory.
 
-What comes out is always the `tokenizer.json` of the `tokenizers` library, so that the runtime knows one format only.
-GGUF names a pre-tokenizer (`tokenizer.ggml.pre`) but does not describe it. Those read here are written down in
-`_PRE_TOKENIZERS` as the models of that name publish them in their own `tokenizer.json`.
+What comes out is always the `tokenizer.json` of the `tokenizers` library, so that the runtime knows one
+format only. GGUF names a pre-tokenizer (`tokenizer.ggml.pre`) but does not describe it. Those read here are
+written down in `_PRE_TOKENIZERS` as the models of that name publish them in their own `tokenizer.json`.
 
-Sources: the GGUF specification (ggml `docs/gguf.md`) for the keys; the `tokenizer.json` of SmolLM2, Qwen2, Llama 3 and
-GPT-2 for the pre-tokenizers; llama.cpp `src/llama-vocab.cpp` for what an absent `add_bos_token` means.
+Sources: the GGUF specification (ggml `docs/gguf.md`) for the keys; the `tokenizer.json` of SmolLM2, Qwen2,
+Llama 3 and GPT-2 for the pre-tokenizers; llama.cpp `src/llama-vocab.cpp` for what an absent `add_bos_token`
+means.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ _SPLIT = (
 class TokenizerFiles:
     """What a bundle stores of a tokenizer.
 
-    `tokenizer_json` is the content of the file that the `tokenizers` library reads, `chat_template` a Jinja source.
-    `eos_token_ids` holds every id that ends generation, that of `eos_token` first; it is empty where the checkpoint
-    names none.
+    `tokenizer_json` is the content of the file that the `tokenizers` library reads, `chat_template` a Jinja
+    source. `eos_token_ids` holds every id that ends generation, that of `eos_token` first; it is empty where
+    the checkpoint names none.
     """
 
     tokenizer_json: str
@@ -58,8 +59,8 @@ class _PreTokenizer:
     nfc: bool = False
     # A word that is itself a token is taken whole, even where no merges lead to it.
     ignore_merges: bool = False
-    # Whether the published post-processor puts BOS in front. Converters leave `add_bos_token` out of many files, and
-    # readers then go by the pre-tokenizer, so an absent key does have a meaning.
+    # Whether the published post-processor puts BOS in front. Converters leave `add_bos_token` out of many
+    # files, and readers then go by the pre-tokenizer, so an absent key does have a meaning.
     add_bos: bool = False
 
 
@@ -86,39 +87,36 @@ _PRE_TOKENIZERS = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# GGUF
-# ---------------------------------------------------------------------------------------------------------------------
+# --- GGUF ---------------------------------------------------------------------------------------------------
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, object], source: str) -> TokenizerFiles:
-    """Builds the tokenizer that GGUF metadata describes. Only byte-level BPE (`tokenizer.ggml.model` = gpt2) is read.
+    """Builds the tokenizer that GGUF metadata describes.
 
-    `metadata` holds plain Python values; numeric arrays may be NumPy arrays. `source` names the file in messages.
-    Control tokens become special tokens, user-defined ones added tokens that decoding keeps. An unused or padding entry
-    of the vocabulary keeps its id. As in the published tokenizers, a byte that has no token of its own is left out of
-    the encoded text.
+    Only byte-level BPE (`tokenizer.ggml.model` = gpt2) is read. `metadata` holds plain Python values; numeric
+    arrays may be NumPy arrays. `source` names the file in messages. Control tokens become special tokens,
+    user-defined ones added tokens that decoding keeps. An unused or padding entry of the vocabulary keeps its
+    id. As in the published tokenizers, a byte that has no token of its own is left out of the encoded text.
 
     Raises ConfigError, which names the key, what was found and what is expected.
     """
-    name = _choice(metadata, "tokenizer.ggml.model", ["gpt2"], source, "Byte-level BPE is what is read")
+    _choice(metadata, "tokenizer.ggml.model", ["gpt2"], source, "Byte-level BPE is what is read")
     pre_name = _choice(
         metadata,
         "tokenizer.ggml.pre",
         sorted(_PRE_TOKENIZERS),
         source,
-        "It decides how text is split and cannot be guessed: convert the model again with a converter that writes "
-        "it, or export from the original directory with its tokenizer.json",
+        "It decides how text is split and cannot be guessed: convert the model again with a converter that "
+        "writes it, or export from the original directory with its tokenizer.json",
     )
-    del name
     pre = _PRE_TOKENIZERS[pre_name]
     tokens = _strings(metadata, "tokenizer.ggml.tokens", source)
     vocab = {token: index for index, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         index = next(index for index, token in enumerate(tokens) if vocab[token] != index)
         raise ConfigError(
-            f"{source}: tokenizer.ggml.tokens holds {tokens[index]!r} twice, as ids {index} and {vocab[tokens[index]]}; "
-            "every token must be there once. Convert the model again."
+            f"{source}: tokenizer.ggml.tokens holds {tokens[index]!r} twice, as ids {index} and "
+            f"{vocab[tokens[index]]}; every token must be there once. Convert the model again."
         )
     types = _token_types(metadata, len(tokens), source)
     merges = _merges(metadata, vocab, source)
@@ -138,8 +136,9 @@ def tokenizer_from_gguf(metadata: Mapping[str, object], source: str) -> Tokenize
 
     if _flag(metadata, "tokenizer.ggml.add_space_prefix", False, source):
         raise ConfigError(
-            f"{source}: tokenizer.ggml.add_space_prefix is true; readers of byte-level BPE do not agree on what that "
-            "means, so only false is read. Export from the original directory with its tokenizer.json."
+            f"{source}: tokenizer.ggml.add_space_prefix is true; readers of byte-level BPE do not agree on "
+            "what that means, so only false is read. Export from the original directory with its "
+            "tokenizer.json."
         )
     first = _affix(metadata, "bos", bos_id, pre.add_bos, source)
     last = _affix(metadata, "eos", eos_id, False, source)
@@ -147,7 +146,9 @@ def tokenizer_from_gguf(metadata: Mapping[str, object], source: str) -> Tokenize
 
     template = metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
-        raise ConfigError(f"{source}: tokenizer.chat_template is {_shown(template)}; expected text (a Jinja template).")
+        raise ConfigError(
+            f"{source}: tokenizer.chat_template is {_shown(template)}; expected text (a Jinja template)."
+        )
     return TokenizerFiles(
         tokenizer_json=tokenizer.to_str(),
         chat_template=template,
@@ -176,7 +177,9 @@ def _choice(metadata: Mapping[str, object], key: str, known: Sequence[str], sour
 def _strings(metadata: Mapping[str, object], key: str, source: str) -> list[str]:
     value = metadata.get(key)
     if value is None:
-        raise ConfigError(f"{source}: {key} is missing; a byte-level BPE tokenizer needs it. Convert the model again.")
+        raise ConfigError(
+            f"{source}: {key} is missing; a byte-level BPE tokenizer needs it. Convert the model again."
+        )
     if isinstance(value, str) or not isinstance(value, Sequence | np.ndarray):
         raise ConfigError(f"{source}: {key} is {_shown(value)}; expected an array of strings.")
     strings = list(value)
@@ -190,7 +193,9 @@ def _token_types(metadata: Mapping[str, object], count: int, source: str) -> lis
     key = "tokenizer.ggml.token_type"
     value = metadata.get(key)
     if value is None:
-        raise ConfigError(f"{source}: {key} is missing; it says which tokens are special. Convert the model again.")
+        raise ConfigError(
+            f"{source}: {key} is missing; it says which tokens are special. Convert the model again."
+        )
     types = np.asarray(value)
     if types.ndim != 1 or not np.issubdtype(types.dtype, np.integer):
         raise ConfigError(f"{source}: {key} is {_shown(value)}; expected an array of {count} integers.")
@@ -211,7 +216,8 @@ def _merges(metadata: Mapping[str, object], vocab: Mapping[str, int], source: st
         left, _, right = merge.partition(" ")
         if not left or not right or " " in right:
             raise ConfigError(
-                f"{source}: entry {index} of {key} is {_shown(merge)}; expected two tokens with one space between."
+                f"{source}: entry {index} of {key} is {_shown(merge)}; expected two tokens with one space "
+                "between."
             )
         for token in (left, right, left + right):
             if token not in vocab:
@@ -221,8 +227,8 @@ def _merges(metadata: Mapping[str, object], vocab: Mapping[str, int], source: st
                 )
         if (left, right) in merges:
             raise ConfigError(
-                f"{source}: entry {index} of {key} is {_shown(merge)}, as is entry {merges[left, right]}; its rank "
-                "must be unique."
+                f"{source}: entry {index} of {key} is {_shown(merge)}, as is entry {merges[left, right]}; "
+                "its rank must be unique."
             )
         merges[left, right] = index
     return list(merges)
@@ -257,10 +263,15 @@ def _flag(metadata: Mapping[str, object], key: str, default: bool, source: str) 
 
 
 def _add_tokens(
-    tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int], eos_token_ids: Sequence[int], source: str
+    tokenizer: Tokenizer,
+    tokens: Sequence[str],
+    types: Sequence[int],
+    eos_token_ids: Sequence[int],
+    source: str,
 ) -> None:
-    """Makes control and user-defined tokens findable in raw text. They are in the vocabulary and keep their ids."""
-    special, kept = [], []
+    """Lets control and user-defined tokens be found in raw text; they keep their ids."""
+    special: list[AddedToken] = []
+    kept: list[AddedToken] = []
     for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         # What ends generation is never text, whatever its type says.
         is_special = kind in (_CONTROL, _UNKNOWN) or index in eos_token_ids
@@ -268,15 +279,17 @@ def _add_tokens(
             continue
         if not token:
             raise ConfigError(
-                f"{source}: entry {index} of tokenizer.ggml.tokens is empty, though its tokenizer.ggml.token_type is "
-                f"{kind}; a control or user-defined token needs text."
+                f"{source}: entry {index} of tokenizer.ggml.tokens is empty, though its "
+                f"tokenizer.ggml.token_type is {kind}; a control or user-defined token needs text."
             )
         (special if is_special else kept).append(AddedToken(token, normalized=False, special=is_special))
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(kept)
 
 
-def _affix(metadata: Mapping[str, object], name: str, index: int | None, default: bool, source: str) -> int | None:
+def _affix(
+    metadata: Mapping[str, object], name: str, index: int | None, default: bool, source: str
+) -> int | None:
     """The id that is put before (bos) or after (eos) an encoded text, if one is."""
     key = f"tokenizer.ggml.add_{name}_token"
     if not _flag(metadata, key, default, source):
@@ -287,7 +300,9 @@ def _affix(metadata: Mapping[str, object], name: str, index: int | None, default
     return index
 
 
-def _set_template(tokenizer: Tokenizer, tokens: Sequence[str], bos_id: int | None, eos_id: int | None) -> None:
+def _set_template(
+    tokenizer: Tokenizer, tokens: Sequence[str], bos_id: int | None, eos_id: int | None
+) -> None:
     used = {name: index for name, index in (("bos", bos_id), ("eos", eos_id)) if index is not None}
     if not used:
         return
@@ -297,25 +312,26 @@ def _set_template(tokenizer: Tokenizer, tokens: Sequence[str], bos_id: int | Non
     tokenizer.post_processor = processors.TemplateProcessing(
         single=single,
         pair=single + [f"{piece}:1" for piece in [*first, "$B", *last]],
-        special_tokens=[{"id": name, "ids": [index], "tokens": [tokens[index]]} for name, index in used.items()],
+        special_tokens=[
+            {"id": name, "ids": [index], "tokens": [tokens[index]]} for name, index in used.items()
+        ],
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Hugging Face directory
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Hugging Face directory ---------------------------------------------------------------------------------
 
 
 def tokenizer_from_directory(folder: Path) -> TokenizerFiles | None:
     """Reads the tokenizer of a Hugging Face directory; None where it has no `tokenizer.json`.
 
-    `tokenizer.json` is kept as it is, except that padding and truncation stored in it are switched off. Special tokens
-    come from `tokenizer_config.json`, then `special_tokens_map.json`; the chat template from `chat_template.jinja`, then
-    `tokenizer_config.json` (of several named templates the one named `default`); the ids that end generation from
-    `generation_config.json`, else `config.json`, in addition to that of `eos_token`.
-    `clean_up_tokenization_spaces` is not read: it would change text that was already streamed.
+    `tokenizer.json` is kept as it is, except that padding and truncation stored in it are switched off.
+    Special tokens come from `tokenizer_config.json`, then `special_tokens_map.json`; the chat template from
+    `chat_template.jinja`, then `tokenizer_config.json` (of several named templates the one named `default`);
+    the ids that end generation from `generation_config.json`, else `config.json`, in addition to that of
+    `eos_token`. `clean_up_tokenization_spaces` is not read: it would change text that was already streamed.
 
-    Raises CheckpointError for a damaged file and ConfigError for values that make no sense or contradict each other.
+    Raises CheckpointError for a damaged file and ConfigError for values that make no sense or contradict each
+    other.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -325,8 +341,8 @@ def tokenizer_from_directory(folder: Path) -> TokenizerFiles | None:
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing more specific
         raise CheckpointError(
-            f"{path}: not a tokenizer that the tokenizers library can read ({error}). Get the file again, or update "
-            "the library if the model is newer."
+            f"{path}: not a tokenizer that the tokenizers library can read ({error}). Get the file again, "
+            "or update the library if the model is newer."
         ) from error
 
     config_path = folder / "tokenizer_config.json"
@@ -383,7 +399,8 @@ def _read_json(path: Path) -> dict[str, object]:
 
 
 def _without_padding(path: Path) -> str:
-    # Some published files pad every text to a fixed length, or cut it, because that is how the model was last used.
+    # Some published files pad every text to a fixed length, or cut it, because that is how the model was last
+    # used.
     content = _read_json(path)
     stored = [key for key in ("padding", "truncation") if content.get(key) is not None]
     if not stored:
@@ -395,14 +412,17 @@ def _special_token(config: Mapping[str, object], key: str, path: Path) -> str | 
     value = config.get(key)
     token = value.get("content") if isinstance(value, dict) else value
     if value is not None and (not isinstance(token, str) or not token):
-        raise ConfigError(f"{path}: {key} is {_shown(value)}; expected a token, or an object with its content.")
+        raise ConfigError(
+            f"{path}: {key} is {_shown(value)}; expected a token, or an object with its content."
+        )
     return token  # type: ignore[return-value]
 
 
 def _check_affixes(
     tokenizer: Tokenizer, config: Mapping[str, object], path: Path, bos_id: int | None, eos_id: int | None
 ) -> None:
-    # Loaders differ in which of the two files they believe, and a BOS too many or too few costs quality unnoticed.
+    # Loaders differ in which of the two files they believe, and a BOS too many or too few costs quality
+    # unnoticed.
     ids = tokenizer.encode("a").ids
     for key, index, position in (("add_bos_token", bos_id, 0), ("add_eos_token", eos_id, -1)):
         wanted = config.get(key)
@@ -412,8 +432,8 @@ def _check_affixes(
         if added != wanted:
             raise ConfigError(
                 f"{path}: {key} is {str(wanted).lower()}, but the post-processor of tokenizer.json "
-                f"{'adds' if added else 'does not add'} token {index}; expected the two to agree. Set {key} to what "
-                "the model was trained with and save the tokenizer again."
+                f"{'adds' if added else 'does not add'} token {index}; expected the two to agree. Set {key} "
+                "to what the model was trained with and save the tokenizer again."
             )
 
 
@@ -428,7 +448,9 @@ def _chat_template(folder: Path, config: Mapping[str, object]) -> str | None:
     try:
         named = {entry["name"]: entry["template"] for entry in value}  # type: ignore[attr-defined]
     except (TypeError, KeyError) as error:
-        raise ConfigError(f"{where} is {_shown(value)}; expected text, or a list of named templates.") from error
+        raise ConfigError(
+            f"{where} is {_shown(value)}; expected text, or a list of named templates."
+        ) from error
     if not isinstance(named.get("default"), str):
         raise ConfigError(
             f"{where} holds templates named {', '.join(map(repr, named))}; expected one named 'default'. "
@@ -447,8 +469,8 @@ def _eos_token_ids(folder: Path, tokenizer: Tokenizer, eos_id: int | None) -> tu
             index = _integer(entry)
             if index is None or index < 0 or tokenizer.id_to_token(index) is None:
                 raise ConfigError(
-                    f"{folder / name}: eos_token_id is {_shown(value)}; expected one id of tokenizer.json or a list "
-                    f"of them, but {_shown(entry)} is not among its {tokenizer.get_vocab_size()}."
+                    f"{folder / name}: eos_token_id is {_shown(value)}; expected one id of tokenizer.json "
+                    f"or a list of them, but {_shown(entry)} is not among its {tokenizer.get_vocab_size()}."
                 )
             ids.append(index)
         break

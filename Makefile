@@ -1,0 +1,57 @@
+# `make demo` and `make test` do all their set-up: a virtual environment in .venv, the dependencies pinned
+# in .ci/constraints.txt, the package built and installed as a wheel. Each step reruns only when it has to.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt
+ROOMS := src scripts exporters kernels engines runtimes
+SOURCES := $(shell find $(ROOMS) -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' -o -name py.typed)
+BUNDLE := bundles/smollm2
+PROMPT ?= What is the capital of France?
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/installed
+	set -e; model=$$($(BIN)/python tools/fetch.py smollm2); \
+	test -f $(BUNDLE)/bundle.json || $(BIN)/intaglio export "$$model" $(BUNDLE); \
+	$(BIN)/intaglio compile $(BUNDLE); \
+	$(BIN)/intaglio run $(BUNDLE) "$(PROMPT)" --chat
+
+test: $(VENV)/oracles
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/oracles
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python .ci/check_wheel.py
+	$(BIN)/python .ci/check_types.py
+
+# Full-size checks and the benchmark page's figures: minutes of work and tens of gigabytes of disk.
+bench: $(VENV)/oracles
+	$(BIN)/python -m pytest -m full_size -s
+	test -f $(BUNDLE)/bundle.json || $(BIN)/intaglio export "$$($(BIN)/python tools/fetch.py smollm2)" $(BUNDLE)
+	$(BIN)/intaglio compile $(BUNDLE)
+	$(BIN)/intaglio bench $(BUNDLE)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Built once; what is installed from it depends on what is asked for.
+build/wheel/built: $(SOURCES) CMakeLists.txt pyproject.toml README.md LICENSE | $(VENV)/bin/python
+	rm -rf build/wheel
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
+	touch $@
+
+$(VENV)/installed: build/wheel/built .ci/constraints.txt
+	set -e; wheel=$$(echo $(CURDIR)/build/wheel/*.whl); \
+	$(PIP) "intaglio[cpu] @ file://$$wheel"; \
+	$(PIP) --no-deps --force-reinstall "$$wheel"
+	touch $@
+
+$(VENV)/oracles: $(VENV)/installed
+	$(PIP) "intaglio[cpu,dev,oracles] @ file://$$(echo $(CURDIR)/build/wheel/*.whl)"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build bundles

@@ -1,0 +1,1 @@
+"""Targets: each lowers a stage, builds an engine from it, and loads the engine."""

@@ -1,0 +1,55 @@
+"""Built stages under the user's cache folder, keyed by their identity: one changed stage rebuilds one stage."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+
+def cache_folder() -> Path:
+    """``INTAGLIO_CACHE``, or the platform's cache folder for intaglio."""
+    override = os.environ.get("INTAGLIO_CACHE")
+    return Path(override).expanduser() if override else platformdirs.user_cache_path("intaglio")
+
+
+def fetch(key: str, graph_path: Path) -> dict[str, Any] | None:
+    """Copies the built graph of ``key`` to ``graph_path`` and returns its report; None if it is not there.
+
+    A damaged entry counts as absent.
+    """
+    entry = cache_folder() / "engines" / key
+    try:
+        meta = json.loads((entry / "entry.json").read_bytes())
+        data = (entry / "graph.onnx").read_bytes()
+        if hashlib.sha256(data).hexdigest() != meta["sha256"]:
+            return None
+        report = meta["report"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    graph_path.write_bytes(data)
+    return report
+
+
+def store(key: str, graph_path: Path, report: dict[str, Any]) -> None:
+    """Keeps a built graph. The cache only saves time, so one that cannot be written is left alone."""
+    entry = cache_folder() / "engines" / key
+    temporary = None
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=".partial-", dir=entry.parent))
+        data = graph_path.read_bytes()
+        (temporary / "graph.onnx").write_bytes(data)
+        meta = {"sha256": hashlib.sha256(data).hexdigest(), "report": report}
+        (temporary / "entry.json").write_text(json.dumps(meta), "utf-8")
+        shutil.rmtree(entry, ignore_errors=True)
+        temporary.rename(entry)
+    except OSError:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,72 @@
+"""What an engine was built from. Loading compares it with what is there now; the cache is keyed by it."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from functools import cache
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from intaglio.exporters.bundle import Bundle, Dim
+
+
+class Identity(BaseModel):
+    """Everything that decides what a built stage looks like."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    target: str
+    graph_sha256: str
+    weights_sha256: str
+    dtype: str
+    accuracy: str
+    shapes: dict[str, Dim]
+    compiler: str
+    lowering_sha256: str
+    device: str
+
+    def key(self) -> str:
+        """The identity as one hash."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+
+    def differences(self, other: Identity) -> list[str]:
+        """What differs, as ``field: mine, other's``."""
+        return [
+            f"{name}: {_short(value)}, now {_short(getattr(other, name))}"
+            for name, value in self
+            if value != getattr(other, name)
+        ]
+
+
+def stage_identity(
+    bundle: Bundle, stage: str, target: str, compiler: str, accuracy: str, dims: dict[str, Dim]
+) -> Identity:
+    """The identity that ``stage`` of ``bundle`` has on this machine. No weight is read: hashes are the bundle's."""
+    return Identity(
+        target=target,
+        graph_sha256=bundle.stages[stage].sha256,
+        weights_sha256=bundle.weights.sha256,
+        dtype=bundle.dtype,
+        accuracy=accuracy,
+        shapes=dims,
+        compiler=compiler,
+        lowering_sha256=_lowering_hash(),
+        device=f"{platform.system()} {platform.machine()}",
+    )
+
+
+@cache
+def _lowering_hash() -> str:
+    # A change of the passes changes engines without changing any version.
+    digest = hashlib.sha256()
+    for folder in (Path(__file__).parent, Path(__file__).parent / "lowering"):
+        for file in sorted(folder.glob("*.py")):
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 60 else f"{text[:12]}…"

@@ -1,0 +1,1 @@
+"""Lowering passes, one a file: from the portable graph to what a target takes."""

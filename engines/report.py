@@ -1,0 +1,39 @@
+"""What a build did, said openly: ``report.json``."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class StageReport(BaseModel):
+    """One built stage. ``weight_bytes`` are those the engine reads, packed; ``bits_per_weight`` follows from them.
+
+    ``attention_fused`` of ``attention_total`` ran as one kernel; ``operators`` counts what ran in the smallest run;
+    ``fallbacks`` names ops of ours that ran as their body of standard ops instead of as a kernel. ``peak_rss_bytes``
+    is that of the building process.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dtype: str
+    accuracy: str
+    weight_bytes: int
+    weight_count: int
+    bits_per_weight: float
+    attention_fused: int
+    attention_total: int
+    fallbacks: dict[str, int]
+    operators: dict[str, int]
+    seconds: float
+    peak_rss_bytes: int
+    from_cache: bool = False
+
+
+class Report(BaseModel):
+    """``report.json`` of an engine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    target: str
+    compiler: str
+    stages: dict[str, StageReport]

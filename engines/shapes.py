@@ -1,0 +1,88 @@
+"""The dims table at work: overrides from ``--shapes``, and the check of every input before a run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from intaglio.errors import InputError
+from intaglio.exporters.bundle import Dim, StageInfo, evaluate_dim
+
+
+def override_dims(dims: Mapping[str, Dim], shapes: str | None) -> dict[str, Dim]:
+    """``dims`` with ``NAME=VALUE`` or ``NAME=MIN:OPT:MAX``, comma-separated, in their place. Raises InputError."""
+    result = dict(dims)
+    for item in filter(None, (shapes or "").split(",")):
+        match = re.fullmatch(r"\s*(\w+)=(\d+)(?::(\d+):(\d+))?\s*", item)
+        if not match:
+            raise InputError(f"--shapes: {item!r} is not NAME=VALUE or NAME=MIN:OPT:MAX")
+        name, low = match[1], int(match[2])
+        opt, high = (int(match[3]), int(match[4])) if match[3] else (low, low)
+        if name not in dims:
+            raise InputError(f"--shapes: the dim {name!r} is unknown; there are {', '.join(dims)}")
+        declared = dims[name]
+        if declared.expression:
+            raise InputError(f"--shapes: {name} is {declared.expression}, so it cannot be set")
+        if not declared.min <= low <= opt <= high <= declared.max:
+            raise InputError(
+                f"--shapes: {name}={low}:{opt}:{high} must rise, within {declared.min} to {declared.max}"
+            )
+        for size in (low, opt, high):
+            if size % declared.multiple_of:
+                raise InputError(f"--shapes: {name}={size} is not a multiple of {declared.multiple_of}")
+        result[name] = declared.model_copy(update={"min": low, "opt": opt, "max": high})
+    return result
+
+
+def smallest_sizes(dims: Mapping[str, Dim]) -> dict[str, int]:
+    """The least size of every dim; dependent ones follow from the others."""
+    sizes = {name: dim.min for name, dim in dims.items() if dim.expression is None}
+    for name, dim in dims.items():
+        if dim.expression is not None:
+            size = evaluate_dim(dim.expression, sizes)
+            sizes[name] = dim.min if size is None else size
+    return sizes
+
+
+def check_feeds(stage_name: str, stage: StageInfo, dims: Mapping[str, Dim], feeds: Mapping[str, Any]) -> None:
+    """Checks names, dtypes and shapes of ``feeds`` against a stage. Raises InputError naming the input.
+
+    A value needs ``shape``; one with a ``dtype`` is checked for it too.
+    """
+    declared = {tensor.name: tensor for tensor in stage.inputs}
+    if feeds.keys() != declared.keys():
+        missing, unknown = sorted(declared.keys() - feeds.keys()), sorted(feeds.keys() - declared.keys())
+        raise InputError(f"{stage_name}: inputs are missing: {missing}; or unknown: {unknown}")
+    sizes: dict[str, int] = {}
+    for name, tensor in declared.items():
+        shape = tuple(_shape(feeds[name]))
+        dtype = getattr(feeds[name], "dtype", None)
+        if dtype is not None and str(dtype) != tensor.dtype:
+            raise InputError(f"{stage_name}: {name} is {dtype}, expected {tensor.dtype}")
+        fits = len(shape) == len(tensor.shape) and all(
+            found == (wanted if isinstance(wanted, int) else sizes.setdefault(wanted, found))
+            for found, wanted in zip(shape, tensor.shape, strict=True)
+        )
+        if not fits:
+            known = f" with {sizes}" if sizes else ""
+            raise InputError(f"{stage_name}: {name} has the shape {list(shape)}, expected {list(tensor.shape)}{known}")
+    for name, size in sizes.items():
+        _check_size(stage_name, name, size, dims.get(name), sizes)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    shape = value.shape
+    return shape() if callable(shape) else shape  # onnxruntime's device values have a method
+
+
+def _check_size(stage_name: str, name: str, size: int, dim: Dim | None, sizes: dict[str, int]) -> None:
+    if dim is None:
+        return
+    if not dim.min <= size <= dim.max:
+        raise InputError(f"{stage_name}: {name} is {size}, expected {dim.min} to {dim.max}")
+    if size % dim.multiple_of:
+        raise InputError(f"{stage_name}: {name} is {size}, expected a multiple of {dim.multiple_of}")
+    expected = evaluate_dim(dim.expression, sizes) if dim.expression else None
+    if expected is not None and expected != size:
+        raise InputError(f"{stage_name}: {name} is {size}, expected {dim.expression} = {expected}")

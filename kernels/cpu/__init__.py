@@ -1,0 +1,1 @@
+"""The C++ kernels for onnxruntime on the CPU, as a custom-op library."""

@@ -1,0 +1,63 @@
+// y = x times the transpose of a grouped-quantized weight, in float32 throughout.
+//
+// The weight stays packed; only panels of a few rows and kChunk inputs are decoded at a time.
+// Dequantization is bit-equal to intaglio.kernels.grouped_quant.dequantize. The order in which the
+// products of one output are added depends on `in` alone, so a result is the same for every
+// instruction set, number of threads and number of rows of x. Legend: M rows of x, N = out, K = in.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace intaglio {
+
+enum class ScaleType { kFloat16, kBfloat16, kFloat32 };
+
+// A product to compute. Nothing needs alignment beyond a byte: weights may be mapped from a file.
+struct GroupedQuantMatMul {
+    const void* x;               // float32 [M, K]
+    const std::uint8_t* codes;   // [N, K * bits / 8], the first input in the lowest bits
+    const std::uint8_t* scales;  // scale_type [N, K / group_size]
+    const std::uint8_t* offsets; // scale_type, as scales or one value
+    float* y;                    // [M, N]
+    std::size_t M, N, K;
+    std::size_t group_size;      // divides K; group_size * bits is a multiple of 8
+    int bits;                    // 2, 4 or 8
+    int zero_point;
+    ScaleType scale_type;
+    bool offset_per_group;
+};
+
+// Rows [row, row_end) and columns [column, column_end) of y.
+struct OutputBlock {
+    std::size_t row, row_end, column, column_end;
+};
+
+// Each writes a block of y. Only those that the compiler could build are defined.
+void compute_block_portable(const GroupedQuantMatMul& product, const OutputBlock& block) noexcept;
+void compute_block_avx2(const GroupedQuantMatMul& product, const OutputBlock& block) noexcept;
+void compute_block_avx512(const GroupedQuantMatMul& product, const OutputBlock& block) noexcept;
+
+enum class InstructionSet { kPortable, kAvx2, kAvx512 };
+
+// The best that this build and this machine have.
+InstructionSet best_instruction_set();
+
+// A product cut into parts that may be computed in any order and at the same time.
+class Partition {
+   public:
+    explicit Partition(const GroupedQuantMatMul& product);
+
+    std::size_t parts() const { return row_parts_ * column_parts_; }
+    // Whether handing parts to other threads costs more than it saves.
+    bool is_small() const { return is_small_; }
+    // `set` must not be beyond best_instruction_set().
+    void compute(InstructionSet set, std::size_t part) const noexcept;
+
+   private:
+    const GroupedQuantMatMul& product_;
+    std::size_t rows_, columns_, row_parts_, column_parts_;
+    bool is_small_;
+};
+
+}  // namespace intaglio

@@ -1,0 +1,1 @@
+"""Pipelines over engines: text generation, and what it needs (tokenizers, sampling)."""

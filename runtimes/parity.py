@@ -1,0 +1,101 @@
+"""``parity``: an engine beside an independent run of the same stage, output by output, in order of computation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from intaglio.engines.compile import open_engine
+from intaglio.engines.references import reference
+from intaglio.errors import InputError
+from intaglio.exporters.bundle import Bundle
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far an output is from the reference's: cosine of the angle, ``|a - b| / |b|`` (L2), largest ``|a - b|``."""
+
+    name: str
+    cosine: float
+    relative_l2: float
+    max_abs: float
+
+
+def compare(name: str, found: np.ndarray, expected: np.ndarray) -> Difference:
+    """Measures in float64. A non-finite value on one side only is infinitely far; shapes must be equal."""
+    if found.shape != expected.shape:
+        raise InputError(f"{name}: shapes differ, {list(found.shape)} and {list(expected.shape)}")
+    a, b = found.astype(np.float64).ravel(), expected.astype(np.float64).ravel()
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        same = np.array_equal(a, b, equal_nan=True)
+        return Difference(name, float(same), 0.0 if same else np.inf, 0.0 if same else np.inf)
+    norm_a, norm_b, distance = np.linalg.norm(a), np.linalg.norm(b), np.linalg.norm(a - b)
+    if norm_a == 0 or norm_b == 0:
+        return Difference(name, float(distance == 0), 0.0 if distance == 0 else np.inf, float(np.abs(a - b).max()))
+    return Difference(name, float(a @ b / (norm_a * norm_b)), float(distance / norm_b), float(np.abs(a - b).max()))
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """The outputs of one stage in order of computation; ``first_divergent`` is the first beyond ``bound``."""
+
+    stage: str
+    against: str
+    bound: float
+    differences: tuple[Difference, ...]
+
+    @property
+    def first_divergent(self) -> Difference | None:
+        """The first output whose relative L2 is over the bound; None if all agree."""
+        return next((d for d in self.differences if not d.relative_l2 <= self.bound), None)
+
+
+def parity(
+    bundle: str | Path,
+    target: str = "cpu",
+    *,
+    against: str = "onnxruntime",
+    stage: str = "score",
+    tokens: int = 12,
+    seed: int = 0,
+    bound: float = 1e-4,
+) -> ParityReport:
+    """Runs ``stage`` on the engine and on a reference (``onnxruntime`` or ``tract``) with the same random inputs.
+
+    The inputs are a batch of two of ``tokens`` tokens, the second padded on the left by a third. A bundle exported
+    with taps shows the first layer that diverges; without, only its outputs are compared. Raises InputError,
+    EngineError, RuntimeMissingError.
+    """
+    run_reference = reference(against)
+    engine = open_engine(bundle, target)
+    session = engine.load(stage)
+    feeds = random_feeds(engine.bundle, stage, tokens, seed)
+    found = session.run(feeds)
+    expected = run_reference(engine.bundle_path / engine.bundle.stages[stage].file, feeds)
+    # Taps come behind the stage's own outputs, and before them in the order of computation.
+    own = [name for name in found if name.startswith(("logits", "hidden_states.", "present."))]
+    names = [name for name in found if name not in own] + own
+    return ParityReport(stage, against, bound, tuple(compare(n, found[n], expected[n]) for n in names))
+
+
+def random_feeds(bundle: Bundle, stage: str, tokens: int, seed: int) -> dict[str, np.ndarray]:
+    """Inputs of a prefill for a text model's stage, from a seed. Raises InputError."""
+    if tokens < 2:
+        raise InputError(f"tokens is {tokens}, expected at least 2")
+    padding = tokens // 3
+    mask = np.ones((2, tokens), np.int64)
+    mask[1, :padding] = 0
+    ids = np.random.Generator(np.random.Philox(seed)).integers(0, bundle.config["vocab_size"], (2, tokens))
+    feeds = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "position_ids": np.maximum(mask.cumsum(axis=1) - 1, 0),
+    }
+    sizes = {"batch": 2, "past_sequence": 0}
+    for tensor in bundle.stages[stage].inputs:
+        if tensor.name.startswith("past_key_values."):
+            shape = [n if isinstance(n, int) else sizes[n] for n in tensor.shape]
+            feeds[tensor.name] = np.zeros(shape, tensor.dtype)
+    return feeds

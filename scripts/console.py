@@ -1,0 +1,105 @@
+"""What the verbs share: where output goes, how progress looks, how errors end."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from intaglio.progress import ProgressCallback, ProgressEvent
+
+# stdout carries only the result; everything else goes to stderr.
+err = Console(stderr=True, highlight=False)
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but the result and errors.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Target = Annotated[str, typer.Option(help="What to compile for or run on: cpu.")]
+Threads = Annotated[int, typer.Option(min=0, help="Threads to run with; 0 takes one a core.")]
+
+
+def say(text: str, *, quiet: bool = False) -> None:
+    """One line on stderr."""
+    if not quiet:
+        err.print(text, markup=False, soft_wrap=True)
+
+
+def print_json(content: Any) -> None:
+    """JSON on stdout."""
+    sys.stdout.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A table on stdout; numbers are set to the right. Nothing is cut where stdout is a file."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for i, column in enumerate(columns):
+        numeric = bool(rows) and all(isinstance(row[i], int | float) and not isinstance(row[i], bool) for row in rows)
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*[_cell(cell) for cell in row])
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=200)
+    console.print(table, markup=False)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+@contextmanager
+def progress_bar(*, quiet: bool = False) -> Iterator[ProgressCallback | None]:
+    """A callback that shows a bar with the time left, once a task has run for a second.
+
+    Where stderr is no terminal, a line every ten seconds.
+    """
+    if quiet:
+        yield None
+        return
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"),
+        TimeRemainingColumn(), console=err, transient=True,
+    )  # fmt: skip
+    started: dict[str, float] = {}
+    tasks: dict[str, Any] = {}
+    said: dict[str, float] = {}
+
+    def show(event: ProgressEvent) -> None:
+        now = time.monotonic()
+        begun = started.setdefault(event.task, now)
+        if now - begun < 1.0 or not event.total:
+            return
+        if not err.is_terminal:
+            if now - said.get(event.task, begun) >= 10:
+                said[event.task] = now
+                left = (now - begun) * (event.total - event.done) / max(1, event.done)
+                say(f"{event.task}: {100 * event.done // event.total} %, about {left:.0f} s left")
+            return
+        if event.task not in tasks:
+            bar.start()
+            tasks[event.task] = bar.add_task(event.task, total=event.total)
+        bar.update(tasks[event.task], completed=event.done)
+
+    try:
+        yield show
+    finally:
+        bar.stop()
+
+
+def human_bytes(count: int) -> str:
+    """``93.4 MiB``."""
+    size, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"

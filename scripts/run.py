@@ -1,0 +1,63 @@
+"""``intaglio run``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import intaglio
+from intaglio.engines.compile import engine_path
+from intaglio.errors import InputError
+from intaglio.exporters.bundle import read_bundle
+from intaglio.scripts.console import Quiet, Target, Threads, progress_bar, say
+
+
+def run(
+    bundle: Annotated[Path, typer.Argument(help="A bundle that `intaglio export` wrote.")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue, or with --chat to answer; - reads stdin.")],
+    target: Target = "cpu",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to write.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest tokens only.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens that sum to p.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes a draw repeatable.")] = None,
+    chat: Annotated[bool, typer.Option("--chat/--no-chat", help="Put the prompt through the model's chat template.")] = False,
+    threads: Threads = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Write text with a bundle. Compiles it first where no engine is there yet."""
+    read_bundle(bundle)
+    if not engine_path(bundle, target).exists():
+        say(f"no engine for {target} yet: compiling", quiet=quiet)
+        with progress_bar(quiet=quiet) as progress:
+            intaglio.compile(bundle, target, progress=progress)
+    pipeline = intaglio.load(bundle, target, threads=threads)
+    text = _read_stdin() if prompt == "-" else prompt
+    started, pieces = time.monotonic(), 0
+    for piece in pipeline.stream(
+        text,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        chat=chat,
+    ):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+        pieces += 1
+    sys.stdout.write("\n")
+    seconds = time.monotonic() - started
+    # The last piece flushes what the text decoder held back; it is no token.
+    say(f"{pieces - 1} tokens in {seconds:.1f} s ({(pieces - 1) / seconds:.1f} a second, prompt included)", quiet=quiet)
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"the prompt on stdin is not UTF-8 (byte {error.start}); expected text") from error

