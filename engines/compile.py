@@ -92,8 +92,7 @@ def compile_bundle(
         raise InputError(f"accuracy {accuracy!r}: {target} has {', '.join(module.ACCURACIES)}")
     dims = override_dims(described.dims, shapes)
     identities = {
-        stage: stage_identity(described, stage, target, module.compiler(), accuracy, dims)
-        for stage in described.stages
+        stage: stage_identity(described, stage, target, module.compiler(), accuracy, dims) for stage in described.stages
     }
     count = Progress(progress, f"compile for {target}", len(identities), "stages")
     reports = {}
@@ -148,7 +147,9 @@ def open_engine(bundle: str | Path, target: str = "cpu") -> Engine:
     try:
         info = EngineInfo.model_validate_json((path / _ENGINE_FILE).read_bytes())
     except (ValidationError, OSError) as error:
-        raise EngineError(f"{path / _ENGINE_FILE}: is damaged or of another version; build again with {again}") from error
+        raise EngineError(
+            f"{path / _ENGINE_FILE}: is damaged or of another version; build again with {again}"
+        ) from error
     if info.target != target or info.identities.keys() != described.stages.keys():
         raise EngineError(
             f"{path}: was built for {info.target} with the stages {', '.join(info.identities)}, but the bundle has "

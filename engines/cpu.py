@@ -143,14 +143,16 @@ class CpuSession:
             options.profile_file_prefix = str(profile)
         try:
             options.register_custom_ops_library(str(library_path()))
-            self._session = self._ort.InferenceSession(
-                graph.read_bytes(), options, providers=["CPUExecutionProvider"]
-            )
+            self._session = self._ort.InferenceSession(graph.read_bytes(), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime's errors have no common base of their own
             raise EngineError(f"{graph}: onnxruntime cannot load it: {error}") from error
 
     def run(
-        self, feeds: Mapping[str, Any], outputs: Collection[str] | None = None, *, resident: Collection[str] = ()
+        self,
+        feeds: Mapping[str, Any],
+        outputs: Collection[str] | None = None,
+        *,
+        resident: Collection[str] = (),
     ) -> dict[str, Any]:
         """Runs the stage. ``outputs`` chooses by name (all by default).
 
@@ -166,10 +168,7 @@ class CpuSession:
             results = self._session.run_with_ort_values(names, values)
         except Exception as error:
             raise EngineError(f"{self.name}: the run failed: {error}") from error
-        return {
-            name: value if name in resident else value.numpy()
-            for name, value in zip(names, results, strict=True)
-        }
+        return {name: value if name in resident else value.numpy() for name, value in zip(names, results, strict=True)}
 
     def end_profiling(self) -> Path:
         """Stops profiling and returns the file that onnxruntime wrote."""
@@ -177,7 +176,13 @@ class CpuSession:
 
 
 def load(
-    name: str, graph: Path, weights_folder: Path, stage: StageInfo, dims: Mapping[str, Dim], *, threads: int = 0
+    name: str,
+    graph: Path,
+    weights_folder: Path,
+    stage: StageInfo,
+    dims: Mapping[str, Dim],
+    *,
+    threads: int = 0,
 ) -> CpuSession:
     """Loads a built stage; ``threads`` 0 takes one a core."""
     return CpuSession(name, graph, weights_folder, stage, dims, threads=threads)
@@ -194,10 +199,8 @@ def smallest_feeds(stage: StageInfo, dims: Mapping[str, Dim]) -> dict[str, np.nd
     return feeds
 
 
-def run_once(
-    graph: Path, weights_folder: Path, stage: StageInfo, dims: Mapping[str, Dim]
-) -> dict[str, int]:
-    """Runs a stage at the smallest shapes and counts the operators that ran. Raises EngineError on non-finite outputs."""
+def run_once(graph: Path, weights_folder: Path, stage: StageInfo, dims: Mapping[str, Dim]) -> dict[str, int]:
+    """Counts the operators of one run at the smallest shapes. Raises EngineError on outputs that are not finite."""
     with tempfile.TemporaryDirectory(prefix="intaglio-build-") as folder:
         session = CpuSession(graph.stem, graph, weights_folder, stage, dims, profile=Path(folder) / "profile")
         outputs = session.run(smallest_feeds(stage, dims))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -48,11 +49,12 @@ def run_tract(graph: Path, feeds: Feeds) -> dict[str, np.ndarray]:
         raise RuntimeMissingError(f"tract cannot be imported ({error}): pip install 'intaglio[oracles]'") from error
     model = lower_for_tract(ir.load(graph))
     names = [str(value.name) for value in model.graph.outputs]
-    with tempfile.TemporaryDirectory(prefix="intaglio-tract-") as folder:
+    # Beside the bundle's files: tract takes no weights through a path that leads elsewhere, but a hard link.
+    with tempfile.TemporaryDirectory(prefix=".tract-", dir=graph.parent) as folder:
         lowered = Path(folder) / graph.name
         lowered.write_bytes(ir.serde.serialize_model(model).SerializeToString())
         for file in {str(t.path) for t in _external(model)}:
-            (Path(folder) / Path(file).name).symlink_to(Path(file).resolve())
+            _link(Path(file), Path(folder) / Path(file).name)
         try:
             runnable = tract.onnx().load(str(lowered)).into_model().into_runnable()
             results = runnable.run([feeds[str(value.name)] for value in model.graph.inputs])
@@ -67,6 +69,13 @@ def lower_for_tract(model: ir.Model) -> ir.Model:
     InlinePass()(model)
     AdditiveMaskPass()(model)
     return model
+
+
+def _link(file: Path, target: Path) -> None:
+    try:
+        target.hardlink_to(file)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(file, target)
 
 
 def _external(model: ir.Model) -> list[ir.ExternalTensor]:

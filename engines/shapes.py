@@ -25,9 +25,7 @@ def override_dims(dims: Mapping[str, Dim], shapes: str | None) -> dict[str, Dim]
         if declared.expression:
             raise InputError(f"--shapes: {name} is {declared.expression}, so it cannot be set")
         if not declared.min <= low <= opt <= high <= declared.max:
-            raise InputError(
-                f"--shapes: {name}={low}:{opt}:{high} must rise, within {declared.min} to {declared.max}"
-            )
+            raise InputError(f"--shapes: {name}={low}:{opt}:{high} must rise, within {declared.min} to {declared.max}")
         for size in (low, opt, high):
             if size % declared.multiple_of:
                 raise InputError(f"--shapes: {name}={size} is not a multiple of {declared.multiple_of}")

@@ -85,9 +85,7 @@ def find_architecture(checkpoint: Checkpoint) -> tuple[Architecture, ConfigKeys]
             if found in architecture.gguf_architectures:
                 return architecture, architecture.gguf_config(checkpoint)
         names = sorted(name for a in known for name in a.gguf_architectures)
-        raise ConfigError(
-            f"{checkpoint.path}: general.architecture is {found!r}; built are {', '.join(names)}"
-        )
+        raise ConfigError(f"{checkpoint.path}: general.architecture is {found!r}; built are {', '.join(names)}")
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     source = str(folder / "config.json")
     if not checkpoint.config:
@@ -108,9 +106,7 @@ def find_architecture(checkpoint: Checkpoint) -> tuple[Architecture, ConfigKeys]
     )
 
 
-def model_tensors(
-    checkpoint: Checkpoint, architecture: Architecture, config: Any
-) -> dict[str, CheckpointTensor]:
+def model_tensors(checkpoint: Checkpoint, architecture: Architecture, config: Any) -> dict[str, CheckpointTensor]:
     """The checkpoint's tensors under the architecture's names and in its row order."""
     if checkpoint.format != "gguf":
         return dict(checkpoint.tensors)
@@ -135,7 +131,7 @@ def match_weights(
 
     Raises WeightsError that lists all missing tensors, wrong shapes, unreadable types and unknown tensors at once.
     """
-    declared = {name: tuple(int(n) for n in parameter.shape) for name, parameter in model.named_parameters()}
+    declared = {name: _shape(parameter) for name, parameter in model.named_parameters()}
     problems = []
     missing = [f"{name} {list(shape)}" for name, shape in declared.items() if name not in tensors]
     if missing:
@@ -162,6 +158,11 @@ def match_weights(
     if problems:
         raise WeightsError(f"{source}: " + "\n".join(problems))
     return {name: tensors[name] for name in declared}, others
+
+
+def _shape(value: ir.Value) -> tuple[int, ...]:
+    assert value.shape is not None, f"{value.name}: a parameter has a shape"
+    return value.shape.numpy()
 
 
 def _listing(title: str, lines: list[str]) -> str:

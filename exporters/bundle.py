@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from intaglio.errors import BundleError
 
-SCHEMA_VERSION = 1
 BUNDLE_FILE = "bundle.json"
 WEIGHTS_FILE = "weights.data"
 
@@ -101,7 +100,7 @@ class QuantizationInfo(_Schema):
 class Bundle(_Schema):
     """The content of ``bundle.json``."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     intaglio_version: str
     kind: Literal["text-generation"]
     architecture: str
@@ -134,7 +133,7 @@ def read_bundle(path: Path) -> Bundle:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise BundleError(
-            f"{file}: {where}: {first['msg']}. It is damaged or of another schema version than {SCHEMA_VERSION}; "
+            f"{file}: {where}: {first['msg']}. It is damaged or of another schema version than this intaglio reads; "
             "export again."
         ) from error
     except (OSError, UnicodeDecodeError) as error:

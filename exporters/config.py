@@ -18,9 +18,7 @@ class ConfigKeys:
     method raises ConfigError naming file and key.
     """
 
-    def __init__(
-        self, values: Mapping[str, Any], source: str, spelling: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, values: Mapping[str, Any], source: str, spelling: Mapping[str, str] | None = None) -> None:
         self.values = values
         self.source = source
         self._spelling = spelling or {}

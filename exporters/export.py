@@ -14,7 +14,13 @@ from typing import Any
 import onnx_ir as ir
 
 from intaglio.errors import BundleError, ConfigError, InputError
-from intaglio.exporters.architecture import Architecture, Stage, find_architecture, match_weights, model_tensors
+from intaglio.exporters.architecture import (
+    Architecture,
+    Stage,
+    find_architecture,
+    match_weights,
+    model_tensors,
+)
 from intaglio.exporters.bundle import (
     BUNDLE_FILE,
     WEIGHTS_FILE,
@@ -91,7 +97,11 @@ def export(
             hashes[name] = hashlib.sha256((folder / f"{name}.onnx").read_bytes()).hexdigest()
         total = sum(tensor.nbytes for tensor in plan.weights.values())
         weights_hash = write_weights(
-            folder / WEIGHTS_FILE, plan.weights, plan.parts, plan.size, Progress(progress, "weights", total, "bytes")
+            folder / WEIGHTS_FILE,
+            plan.weights,
+            plan.parts,
+            plan.size,
+            Progress(progress, "weights", total, "bytes"),
         )
         if plan.tokenizer:
             _write_tokenizer(folder / _TOKENIZER_FOLDER, plan.tokenizer)
@@ -143,9 +153,7 @@ def _plan(
     if not chosen:
         raise InputError(f"no stage is chosen; {architecture.name} has {', '.join(available)}")
     selected = {name: available[name] for name in chosen}
-    return _Plan(
-        checkpoint, architecture, config, weights, unused, parts, size, selected, _tokenizer(checkpoint)
-    )
+    return _Plan(checkpoint, architecture, config, weights, unused, parts, size, selected, _tokenizer(checkpoint))
 
 
 def _tokenizer(checkpoint: Checkpoint) -> TokenizerFiles | None:

@@ -39,13 +39,11 @@ def build_graph(name: str, model: nn.Module, stage: Stage, *, with_taps: bool = 
     """The stage as an ONNX model, its parameters without data. ``with_taps`` makes every tap an output."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET, DOMAIN: DOMAIN_VERSION}, name=name)
     builder = GraphBuilder(graph)
-    inputs = {
-        i.name: ir.Value(name=i.name, type=ir.TensorType(i.dtype), shape=ir.Shape(i.shape)) for i in stage.inputs
-    }
+    inputs = {i.name: ir.Value(name=i.name, type=ir.TensorType(i.dtype), shape=ir.Shape(i.shape)) for i in stage.inputs}
     graph.inputs.extend(inputs.values())
     outputs = stage.forward(model, builder.op, inputs)
     if with_taps:
-        outputs |= {tap: value for tap, value in taps(graph).items() if value not in outputs.values()}
+        outputs |= taps(graph)
     for output_name, value in outputs.items():
         if value in graph.outputs:  # two names for one value: a graph output has one
             value = builder.op.Identity(value)

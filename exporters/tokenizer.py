@@ -146,9 +146,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, object], source: str) -> Tokenize
 
     template = metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
-        raise ConfigError(
-            f"{source}: tokenizer.chat_template is {_shown(template)}; expected text (a Jinja template)."
-        )
+        raise ConfigError(f"{source}: tokenizer.chat_template is {_shown(template)}; expected text (a Jinja template).")
     return TokenizerFiles(
         tokenizer_json=tokenizer.to_str(),
         chat_template=template,
@@ -177,9 +175,7 @@ def _choice(metadata: Mapping[str, object], key: str, known: Sequence[str], sour
 def _strings(metadata: Mapping[str, object], key: str, source: str) -> list[str]:
     value = metadata.get(key)
     if value is None:
-        raise ConfigError(
-            f"{source}: {key} is missing; a byte-level BPE tokenizer needs it. Convert the model again."
-        )
+        raise ConfigError(f"{source}: {key} is missing; a byte-level BPE tokenizer needs it. Convert the model again.")
     if isinstance(value, str) or not isinstance(value, Sequence | np.ndarray):
         raise ConfigError(f"{source}: {key} is {_shown(value)}; expected an array of strings.")
     strings = list(value)
@@ -193,9 +189,7 @@ def _token_types(metadata: Mapping[str, object], count: int, source: str) -> lis
     key = "tokenizer.ggml.token_type"
     value = metadata.get(key)
     if value is None:
-        raise ConfigError(
-            f"{source}: {key} is missing; it says which tokens are special. Convert the model again."
-        )
+        raise ConfigError(f"{source}: {key} is missing; it says which tokens are special. Convert the model again.")
     types = np.asarray(value)
     if types.ndim != 1 or not np.issubdtype(types.dtype, np.integer):
         raise ConfigError(f"{source}: {key} is {_shown(value)}; expected an array of {count} integers.")
@@ -203,9 +197,7 @@ def _token_types(metadata: Mapping[str, object], count: int, source: str) -> lis
         raise ConfigError(f"{source}: {key} has {len(types)} entries; expected {count}, one for each token.")
     wrong = np.flatnonzero((types < _NORMAL) | (types > _BYTE))
     if wrong.size:
-        raise ConfigError(
-            f"{source}: entry {wrong[0]} of {key} is {types[wrong[0]]}; expected 1 (normal) to 6 (byte)."
-        )
+        raise ConfigError(f"{source}: entry {wrong[0]} of {key} is {types[wrong[0]]}; expected 1 (normal) to 6 (byte).")
     return types.tolist()
 
 
@@ -216,8 +208,7 @@ def _merges(metadata: Mapping[str, object], vocab: Mapping[str, int], source: st
         left, _, right = merge.partition(" ")
         if not left or not right or " " in right:
             raise ConfigError(
-                f"{source}: entry {index} of {key} is {_shown(merge)}; expected two tokens with one space "
-                "between."
+                f"{source}: entry {index} of {key} is {_shown(merge)}; expected two tokens with one space between."
             )
         for token in (left, right, left + right):
             if token not in vocab:
@@ -287,9 +278,7 @@ def _add_tokens(
     tokenizer.add_tokens(kept)
 
 
-def _affix(
-    metadata: Mapping[str, object], name: str, index: int | None, default: bool, source: str
-) -> int | None:
+def _affix(metadata: Mapping[str, object], name: str, index: int | None, default: bool, source: str) -> int | None:
     """The id that is put before (bos) or after (eos) an encoded text, if one is."""
     key = f"tokenizer.ggml.add_{name}_token"
     if not _flag(metadata, key, default, source):
@@ -300,9 +289,7 @@ def _affix(
     return index
 
 
-def _set_template(
-    tokenizer: Tokenizer, tokens: Sequence[str], bos_id: int | None, eos_id: int | None
-) -> None:
+def _set_template(tokenizer: Tokenizer, tokens: Sequence[str], bos_id: int | None, eos_id: int | None) -> None:
     used = {name: index for name, index in (("bos", bos_id), ("eos", eos_id)) if index is not None}
     if not used:
         return
@@ -312,9 +299,7 @@ def _set_template(
     tokenizer.post_processor = processors.TemplateProcessing(
         single=single,
         pair=single + [f"{piece}:1" for piece in [*first, "$B", *last]],
-        special_tokens=[
-            {"id": name, "ids": [index], "tokens": [tokens[index]]} for name, index in used.items()
-        ],
+        special_tokens=[{"id": name, "ids": [index], "tokens": [tokens[index]]} for name, index in used.items()],
     )
 
 
@@ -412,9 +397,7 @@ def _special_token(config: Mapping[str, object], key: str, path: Path) -> str | 
     value = config.get(key)
     token = value.get("content") if isinstance(value, dict) else value
     if value is not None and (not isinstance(token, str) or not token):
-        raise ConfigError(
-            f"{path}: {key} is {_shown(value)}; expected a token, or an object with its content."
-        )
+        raise ConfigError(f"{path}: {key} is {_shown(value)}; expected a token, or an object with its content.")
     return token  # type: ignore[return-value]
 
 
@@ -448,9 +431,7 @@ def _chat_template(folder: Path, config: Mapping[str, object]) -> str | None:
     try:
         named = {entry["name"]: entry["template"] for entry in value}  # type: ignore[attr-defined]
     except (TypeError, KeyError) as error:
-        raise ConfigError(
-            f"{where} is {_shown(value)}; expected text, or a list of named templates."
-        ) from error
+        raise ConfigError(f"{where} is {_shown(value)}; expected text, or a list of named templates.") from error
     if not isinstance(named.get("default"), str):
         raise ConfigError(
             f"{where} holds templates named {', '.join(map(repr, named))}; expected one named 'default'. "

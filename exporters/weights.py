@@ -58,9 +58,7 @@ def plan_weights(
     return plan, end
 
 
-def _parts(
-    name: str, tensor: CheckpointTensor, dtype: ir.DataType
-) -> list[tuple[str, ir.DataType, tuple[int, ...]]]:
+def _parts(name: str, tensor: CheckpointTensor, dtype: ir.DataType) -> list[tuple[str, ir.DataType, tuple[int, ...]]]:
     if tensor.layout is None:
         return [(name, dtype, tensor.shape)]
     scale_dtype = ir.DataType.from_numpy(tensor.layout.scale_dtype)
@@ -110,7 +108,7 @@ def _write(fd: int, tensor: CheckpointTensor, parts: tuple[Part, ...], progress:
         for i, (part, values) in enumerate(zip(parts, _values(rows, parts), strict=True)):
             if part.shape == () and start:
                 continue  # the scalar in place of offsets comes with every chunk
-            data = memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+            data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
             hashes[i].update(data)
             _write_at(fd, data, part.offset + written[i])
             written[i] += len(data)

@@ -34,16 +34,12 @@ def _dequantize(op: OpBuilder, codes: ir.Value, scales: ir.Value, offsets: ir.Va
     fields = op.BitwiseAnd(op.BitShift(op.Unsqueeze(codes, [-1]), shifts, direction="RIGHT"), mask)
     groups = op.Reshape(fields, op.Concat([0], [-1], op.Reshape(group_size, [1]), axis=0))
     values = op.Sub(op.Cast(groups, to=ir.DataType.INT32), op.Cast(zero_point, to=ir.DataType.INT32))
-    scaled = op.Mul(
-        op.Cast(values, to=ir.DataType.FLOAT), op.Unsqueeze(op.Cast(scales, to=ir.DataType.FLOAT), [-1])
-    )
+    scaled = op.Mul(op.Cast(values, to=ir.DataType.FLOAT), op.Unsqueeze(op.Cast(scales, to=ir.DataType.FLOAT), [-1]))
     weight = op.Add(scaled, op.Unsqueeze(op.Cast(offsets, to=ir.DataType.FLOAT), [-1]))
     return op.Reshape(weight, [0, -1])
 
 
-def _matmul(
-    op: OpBuilder, x: ir.Value, codes: ir.Value, scales: ir.Value, offsets: ir.Value
-) -> ir.Value:
+def _matmul(op: OpBuilder, x: ir.Value, codes: ir.Value, scales: ir.Value, offsets: ir.Value) -> ir.Value:
     return op.MatMul(x, op.Transpose(_dequantize(op, codes, scales, offsets), perm=[1, 0]))
 
 

@@ -64,7 +64,10 @@ def bench(
     ceiling = bandwidth / weight_bytes
     return {
         "machine": {"processor": _processor(), "threads": threads, "system": platform.platform()},
-        "ceilings": {"read_gb_per_second": round(bandwidth / 1e9, 2), "decode_tokens_per_second": round(ceiling, 1)},
+        "ceilings": {
+            "read_gb_per_second": round(bandwidth / 1e9, 2),
+            "decode_tokens_per_second": round(ceiling, 1),
+        },
         "rows": [
             {
                 "stage": "generate",

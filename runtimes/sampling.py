@@ -41,9 +41,7 @@ class SamplingParams:
                 f"temperature is {self.temperature!r}; expected a finite number of at least 0 (0 is greedy)."
             )
         if self.top_k is not None and (not _is_integer(self.top_k) or self.top_k < 1):
-            raise InputError(
-                f"top_k is {self.top_k!r}; expected an integer of at least 1, or None to keep all."
-            )
+            raise InputError(f"top_k is {self.top_k!r}; expected an integer of at least 1, or None to keep all.")
         if self.top_p is not None and (not _is_real(self.top_p) or not 0 < self.top_p <= 1):
             raise InputError(f"top_p is {self.top_p!r}; expected a number above 0 and at most 1, or None.")
         if self.seed is not None and (not _is_integer(self.seed) or self.seed < 0):
@@ -61,9 +59,8 @@ def _is_integer(value: object) -> bool:
 class Sampler:
     """Draws tokens, one call per step of generation. The same seed and the same logits give the same tokens.
 
-    Each call takes one uniform number per row from NumPy's Philox generator and inverts the cumulative
-    distribution over token ids in ascending order, so a batch of one and a longer one start from different
-    draws.
+    Each call takes one uniform number per row, in order, from NumPy's Philox generator and inverts the
+    cumulative distribution over token ids in ascending order. Greedy choice takes none.
     """
 
     def __init__(self, params: SamplingParams) -> None:
@@ -84,25 +81,20 @@ class Sampler:
         tokens_B = np.empty(len(logits_BV), np.int64)
         for row, (probabilities_V, uniform) in enumerate(zip(probabilities_BV, uniforms_B, strict=True)):
             cumulative_V = np.cumsum(probabilities_V)
-            total = cumulative_V[-1]
-            # "right" passes over tokens of probability 0. Where rounding brings uniform * total up to total,
-            # the answer is the last token that has any probability.
-            token = np.searchsorted(cumulative_V, uniform * total, side="right")
-            tokens_B[row] = min(token, np.searchsorted(cumulative_V, total, side="left"))
+            # "right" passes over tokens of probability 0. A uniform number is at most 1 - 2**-53, so the
+            # product stays below the total even when rounded, and there always is such a token.
+            tokens_B[row] = np.searchsorted(cumulative_V, uniform * cumulative_V[-1], side="right")
         return tokens_B
 
     def probabilities(self, logits_BV: np.ndarray) -> np.ndarray:
-        """The float64 distribution [batch, vocab] that `sample` draws from; filtered tokens have probability
-        0.
+        """The float64 distribution [batch, vocab] that `sample` draws from, 0 for filtered tokens.
 
         Raises EngineError like `sample`, InputError at temperature 0, where nothing is drawn.
         """
         _check_logits(logits_BV)
         params = self.params
         if params.temperature == 0:
-            raise InputError(
-                "temperature is 0: the most probable token is taken and there is no distribution."
-            )
+            raise InputError("temperature is 0: the most probable token is taken and there is no distribution.")
         scores_BV = logits_BV.astype(np.float64)
         # Taking the maximum off first changes no probability and keeps a tiny temperature from overflowing to
         # inf - inf.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
@@ -43,6 +43,42 @@ class TextScore:
         return float(np.exp(-np.mean(self.logprobs)))
 
 
+class GenerationOptions(TypedDict, total=False):
+    """Options of a generation.
+
+    max_new_tokens: most tokens to write (128). temperature: 0 is greedy (0). top_k, top_p: filters of a draw (none).
+    seed: makes draws repeatable (none). chat: the prompt is a user's message for the model's chat template (False).
+    progress: a callback for ``tokens``, which can cancel.
+    """
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int | None
+    chat: bool
+    progress: ProgressCallback | None
+
+
+class _Generation:
+    """Checked options, with their defaults."""
+
+    def __init__(
+        self,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        chat: bool = False,
+        progress: ProgressCallback | None = None,
+    ) -> None:
+        if max_new_tokens < 1:
+            raise InputError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
+        self.max_new_tokens, self.chat, self.progress = max_new_tokens, chat, progress
+        self.sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+
+
 class TextGenerationPipeline:
     """Writes text with the engine of a language model. Stages are loaded when they are first needed.
 
@@ -61,7 +97,7 @@ class TextGenerationPipeline:
         info = self.engine.bundle.tokenizer
         if info is None:
             raise BundleError(
-                f"{self.engine.bundle_path}: holds no tokenizer, since its source had no tokenizer.json; add one beside "
+                f"{self.engine.bundle_path}: holds no tokenizer, since its source had no tokenizer.json; put one beside "
                 "the checkpoint and export again"
             )
         return Tokenizer(
@@ -88,35 +124,24 @@ class TextGenerationPipeline:
         dims = self.engine.dims
         return dims["total_sequence" if "total_sequence" in dims else "sequence"].max
 
-    @overload
-    def __call__(self, prompt: str, **options: Any) -> TextOutput: ...
-    @overload
-    def __call__(self, prompt: Sequence[str], **options: Any) -> list[TextOutput]: ...
-    def __call__(
-        self,
-        prompt: str | Sequence[str],
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-        chat: bool = False,
-        progress: ProgressCallback | None = None,
-    ) -> TextOutput | list[TextOutput]:
-        """Continues one prompt, or several in one batch (padded on the left).
+    def __call__(self, prompt: str, **options: Unpack[GenerationOptions]) -> TextOutput:
+        """Continues ``prompt``.
 
-        ``temperature`` 0 is greedy. ``chat`` puts the prompt through the model's chat template as a user's message.
-        Raises InputError for an empty prompt or one that leaves no room in the context, EngineError.
+        Raises InputError for an empty prompt, one that leaves no room in the context, or an option out of range;
+        EngineError.
         """
-        single = isinstance(prompt, str)
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-        ids = [self._encode(text, chat) for text in prompts]
-        count = Progress(progress, "tokens", max_new_tokens, "tokens")
+        return self.batch([prompt], **options)[0]
+
+    def batch(self, prompts: Sequence[str], **options: Unpack[GenerationOptions]) -> list[TextOutput]:
+        """Continues several prompts at once (padded on the left). Options and errors as in a call."""
+        if not prompts:
+            return []
+        generation = _Generation(**options)
+        ids = [self._encode(text, generation.chat) for text in prompts]
+        count = Progress(generation.progress, "tokens", generation.max_new_tokens, "tokens")
         rows: list[list[int]] = [[] for _ in ids]
         ended = [False] * len(ids)
-        for tokens in self._tokens(ids, max_new_tokens, params):
+        for tokens in self._tokens(ids, generation):
             for row, token in enumerate(tokens):
                 if not ended[row]:
                     ended[row] = token in self.tokenizer.eos_token_ids
@@ -124,7 +149,7 @@ class TextGenerationPipeline:
             count.advance(1)
             if all(ended):
                 break
-        outputs = [
+        return [
             TextOutput(
                 text=self.tokenizer.decode(row),
                 token_ids=tuple(row),
@@ -133,26 +158,15 @@ class TextGenerationPipeline:
             )
             for row, prompt_ids, stopped in zip(rows, ids, ended, strict=True)
         ]
-        return outputs[0] if single else outputs
 
-    def stream(
-        self,
-        prompt: str,
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-        chat: bool = False,
-    ) -> Iterator[str]:
-        """Yields the continuation of ``prompt`` piece by piece; a piece may be empty, never half a character.
+    def stream(self, prompt: str, **options: Unpack[GenerationOptions]) -> Iterator[str]:
+        """Yields the continuation of ``prompt``, a piece for each token, and at the end what is left of a character.
 
-        Options and errors as in a call.
+        A piece may be empty, and never holds half a character. Options and errors as in a call.
         """
-        params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        generation = _Generation(**options)
         text = self.tokenizer.stream()
-        for (token,) in self._tokens([self._encode(prompt, chat)], max_new_tokens, params):
+        for (token,) in self._tokens([self._encode(prompt, generation.chat)], generation):
             if token in self.tokenizer.eos_token_ids:
                 break
             yield text.put(token)
@@ -183,19 +197,17 @@ class TextGenerationPipeline:
             raise InputError("the prompt is empty, and this model has no token that begins a text; give it some text")
         if len(ids) >= self.context_length:
             raise InputError(
-                f"the prompt has {len(ids)} tokens, which leaves no room in a context of {self.context_length}; shorten it"
+                f"the prompt has {len(ids)} tokens, no room is left in a context of {self.context_length}; shorten it"
             )
         return ids
 
-    def _tokens(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, params: SamplingParams
-    ) -> Iterator[list[int]]:
-        """The next token of every row, ``max_new_tokens`` times or until the context is full."""
-        if max_new_tokens < 1:
-            raise InputError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
-        sampler = Sampler(params)
+    def _tokens(self, prompts: Sequence[Sequence[int]], generation: _Generation) -> Iterator[list[int]]:
+        """The next token of every row, until there are enough or the context is full."""
+        sampler = Sampler(generation.sampling)
         decoding = Decoding(self._generate, prompts, self.tokenizer.pad_token_id or 0)
-        for _ in range(min(max_new_tokens, self.context_length - decoding.length)):
-            tokens_B = sampler.sample(decoding.step())
+        # Vocabularies are padded in some models: the rows past the tokenizer's stand for nothing.
+        vocab_size = self.tokenizer.vocab_size
+        for _ in range(min(generation.max_new_tokens, self.context_length - decoding.length)):
+            tokens_B = sampler.sample(decoding.step()[:, :vocab_size])
             yield [int(token) for token in tokens_B]
             decoding.put(tokens_B)

@@ -81,17 +81,13 @@ class Tokenizer:
 
         Raises InputError for an id that has no token.
         """
-        return self._tokenizer.decode(
-            [self._known(index) for index in ids], skip_special_tokens=skip_special_tokens
-        )
+        return self._tokenizer.decode([self._known(index) for index in ids], skip_special_tokens=skip_special_tokens)
 
     def stream(self, skip_special_tokens: bool = True) -> TextStream:
         """A decoder that takes ids one by one."""
         return TextStream(self, skip_special_tokens)
 
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
-    ) -> str:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """The prompt that the model's chat template makes of `messages`, each with `role` and `content`.
 
         Encode it with `add_special_tokens=False`: the template has put them in already. A field that is None
@@ -116,8 +112,7 @@ class Tokenizer:
             )
         except Exception as error:  # a template is a program: it can raise anything
             raise InputError(
-                f"the chat template of this model refused the messages: {error}. Check their roles and "
-                "their order."
+                f"the chat template of this model refused the messages: {error}. Check their roles and their order."
             ) from error
 
     @cached_property
@@ -209,8 +204,7 @@ def _load(path: Path) -> tokenizers.Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more specific
         raise BundleError(
-            f"{path} is not a tokenizer that the tokenizers library can read ({error}). Export the bundle "
-            "again."
+            f"{path} is not a tokenizer that the tokenizers library can read ({error}). Export the bundle again."
         ) from error
     # Lengths are the pipeline's business; a file that pads or cuts by itself would do so unseen.
     tokenizer.no_padding()
@@ -251,9 +245,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes HTML, which a prompt is not.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -277,6 +269,4 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         # A round trip leaves only plain values, which have no methods that the sandbox does not know.
         return json.loads(json.dumps(present))
     except (TypeError, ValueError) as error:
-        raise InputError(
-            f"messages hold something that is not plain JSON ({error}); expected text."
-        ) from error
+        raise InputError(f"messages hold something that is not plain JSON ({error}); expected text.") from error

@@ -48,5 +48,15 @@ def print_report(report: Report) -> None:
         )
         for name, stage in report.stages.items()
     ]
-    columns = ("stage", "dtype", "accuracy", "weights", "bits/weight", "attention fused", "without a kernel", "seconds", "peak")
+    columns = (
+        "stage",
+        "dtype",
+        "accuracy",
+        "weights",
+        "bits/weight",
+        "attention fused",
+        "without a kernel",
+        "seconds",
+        "peak",
+    )
     print_table(f"engine for {report.target} ({report.compiler})", columns, rows)

@@ -24,7 +24,8 @@ def export(
         typer.Option(help="Layers whose hidden states become outputs, comma-separated; 0 is the embeddings."),
     ] = None,
     config: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Set or override a configuration key; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Set or override a configuration key; repeatable."),
     ] = None,
     taps: Annotated[bool, typer.Option("--taps", help="Make every named point of the graph an output.")] = False,
     allow_unused: Annotated[

@@ -96,7 +96,7 @@ def _bundle(path: Path, as_json: bool) -> None:
     print_table(
         "\nweights", ("storage", "tensors", "bits", "group size", "zero point", "offsets"),
         [
-            (q.storage, q.tensors, q.bits, q.group_size or "", "" if q.zero_point is None else q.zero_point, q.has_offsets)
+            (q.storage, q.tensors, q.bits, _or_blank(q.group_size), _or_blank(q.zero_point), q.has_offsets)
             for q in bundle.quantization
         ],
     )  # fmt: skip
@@ -118,8 +118,14 @@ def _engine(path: Path, as_json: bool) -> None:
 
 def _tensors(infos: Any) -> str:
     # The cache repeats once a layer: say it once.
-    names = [f"{i.name} {list(i.shape)}" for i in infos if ".0." in i.name or not i.name.startswith(("past_", "present."))]
+    names = [
+        f"{i.name} {list(i.shape)}" for i in infos if ".0." in i.name or not i.name.startswith(("past_", "present."))
+    ]
     return "\n".join(names)
+
+
+def _or_blank(value: int | None) -> int | str:
+    return "" if value is None else value
 
 
 def _short(value: object) -> object:

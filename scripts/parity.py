@@ -15,7 +15,9 @@ from intaglio.scripts.console import Json, Quiet, Target, print_json, print_tabl
 def parity(
     bundle: Annotated[Path, typer.Argument(help="A compiled bundle; exported with --taps it shows where they part.")],
     target: Target = "cpu",
-    against: Annotated[str, typer.Option(help="onnxruntime (the portable graph, no kernels) or tract.")] = "onnxruntime",
+    against: Annotated[
+        str, typer.Option(help="onnxruntime (the portable graph, no kernels) or tract.")
+    ] = "onnxruntime",
     stage: Annotated[str, typer.Option(help="The stage to compare.")] = "score",
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of the random input.")] = 12,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random input.")] = 0,

@@ -25,7 +25,9 @@ def run(
     top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest tokens only.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens that sum to p.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes a draw repeatable.")] = None,
-    chat: Annotated[bool, typer.Option("--chat/--no-chat", help="Put the prompt through the model's chat template.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat/--no-chat", help="Put the prompt through the model's chat template.")
+    ] = False,
     threads: Threads = 0,
     quiet: Quiet = False,
 ) -> None:
@@ -53,7 +55,10 @@ def run(
     sys.stdout.write("\n")
     seconds = time.monotonic() - started
     # The last piece flushes what the text decoder held back; it is no token.
-    say(f"{pieces - 1} tokens in {seconds:.1f} s ({(pieces - 1) / seconds:.1f} a second, prompt included)", quiet=quiet)
+    say(
+        f"{pieces - 1} tokens in {seconds:.1f} s ({(pieces - 1) / seconds:.1f} a second, prompt included)",
+        quiet=quiet,
+    )
 
 
 def _read_stdin() -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -22,6 +24,18 @@ def load_fetch() -> ModuleType:
     return module
 
 
+_USER_CACHE = os.environ.get("INTAGLIO_CACHE")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engine_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Engines are cached in a folder of this run, so that no earlier run can stand in for a build."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("INTAGLIO_CACHE", str(folder))
+        yield folder
+
+
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """SmolLM2-135M-Instruct, Q4_1: 98 MB, fetched once.
@@ -29,7 +43,12 @@ def smollm2_gguf() -> Path:
     """
     fetch = load_fetch()
     try:
-        return fetch.fetch("smollm2")
+        with pytest.MonkeyPatch.context() as patch:
+            if _USER_CACHE is None:
+                patch.delenv("INTAGLIO_CACHE", raising=False)
+            else:
+                patch.setenv("INTAGLIO_CACHE", _USER_CACHE)
+            return fetch.fetch("smollm2")
     except fetch.UnreachableError as error:
         pytest.skip(f"the SmolLM2 checkpoint is not cached and cannot be fetched: {error}")
 
@@ -99,3 +118,7 @@ def texts() -> list[str]:
                 parts.append(generator.choice(["<|im_end|>", "<|im_start|>", "<|endoftext|>"]))
         drawn.append("".join(parts))
     return _WRITTEN + drawn
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-goldens", action="store_true", help="rewrite the graphs' golden texts")

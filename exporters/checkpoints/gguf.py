@@ -6,6 +6,7 @@ know, and maps the file. Format: https://github.com/ggml-org/ggml/blob/master/do
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,19 @@ from intaglio.exporters.checkpoints.tensors import (
 
 MAGIC = b"GGUF"
 
-_SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+_SCALARS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
 
@@ -78,9 +91,7 @@ def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     return name, shape, cursor.unsigned(4), cursor.unsigned(8)
 
 
-def _tensor(
-    file: FileBytes, name: str, shape: tuple[int, ...], type_id: int, offset: int
-) -> CheckpointTensor:
+def _tensor(file: FileBytes, name: str, shape: tuple[int, ...], type_id: int, offset: int) -> CheckpointTensor:
     if type_id not in TYPES:
         why = f"{file.path}: {name}: has the unknown GGUF type id {type_id}"
         return UnreadableTensor(name, shape, f"type {type_id}", why)
@@ -108,8 +119,10 @@ def _tensor(
 
 
 def _check_overlaps(path: Path, tensors: dict[str, CheckpointTensor]) -> None:
-    spans = sorted((t.offset, t.offset + t.nbytes, n) for n, t in tensors.items() if isinstance(t, DenseTensor | BlockTensor))
-    for (_, end, first), (begin, _, second) in zip(spans, spans[1:], strict=False):
+    spans = sorted(
+        (t.offset, t.offset + t.nbytes, n) for n, t in tensors.items() if isinstance(t, DenseTensor | BlockTensor)
+    )
+    for (_, end, first), (begin, _, second) in itertools.pairwise(spans):
         if begin < end:
             raise CheckpointError(f"{path}: {second} overlaps {first} at byte {begin}")
 
@@ -175,6 +188,4 @@ class _Cursor:
         if kind == _STRING:
             self.expect(count, 8, f"strings of {key}")
             return [self.string(key) for _ in range(count)]
-        raise CheckpointError(
-            f"{self.file.path}: {key} is an array of type {kind}; expected numbers or strings"
-        )
+        raise CheckpointError(f"{self.file.path}: {key} is an array of type {kind}; expected numbers or strings")

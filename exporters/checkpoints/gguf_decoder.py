@@ -32,8 +32,16 @@ _KEYS = {
 }
 
 # Keys that change the arithmetic and have no counterpart above.
-_REFUSED = ("expert_count", "attention.scale", "attention.max_alibi_bias", "attention.clamp_kqv", "logit_scale")
-_REFUSED += ("residual_scale", "embedding_scale", "use_parallel_residual")
+_REFUSED = (
+    "expert_count",
+    "attention.scale",
+    "attention.max_alibi_bias",
+    "attention.clamp_kqv",
+    "logit_scale",
+    "residual_scale",
+    "embedding_scale",
+    "use_parallel_residual",
+)
 
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -73,9 +81,7 @@ def decoder_config(checkpoint: Checkpoint) -> ConfigKeys:
     return ConfigKeys(values, source, spelling)
 
 
-def _check_head_dims(
-    metadata: Mapping[str, Any], architecture: str, values: Mapping[str, Any], source: str
-) -> None:
+def _check_head_dims(metadata: Mapping[str, Any], architecture: str, values: Mapping[str, Any], source: str) -> None:
     heads, width = values.get("num_attention_heads"), values.get("hidden_size")
     head_dim = values.get("head_dim")
     if head_dim is None and isinstance(heads, int) and isinstance(width, int) and heads:

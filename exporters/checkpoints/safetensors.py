@@ -121,9 +121,7 @@ def _read_file(path: Path) -> dict[str, CheckpointTensor]:
     return tensors
 
 
-def _tensor(
-    path: Path, file: FileBytes, start: int, name: str, entry: Any
-) -> tuple[CheckpointTensor, tuple[int, int]]:
+def _tensor(path: Path, file: FileBytes, start: int, name: str, entry: Any) -> tuple[CheckpointTensor, tuple[int, int]]:
     try:
         storage, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:

@@ -46,7 +46,12 @@ def append_to_cache(op: OpBuilder, past_BKPE: ir.Value | None, new_BKSE: ir.Valu
 
 
 def attention(
-    op: OpBuilder, query_BHSE: ir.Value, key_BKTE: ir.Value, value_BKTE: ir.Value, mask: ir.Value, scale: float
+    op: OpBuilder,
+    query_BHSE: ir.Value,
+    key_BKTE: ir.Value,
+    value_BKTE: ir.Value,
+    mask: ir.Value,
+    scale: float,
 ) -> ir.Value:
     """Softmax attention with grouped heads (H a multiple of K) under a boolean mask: ``[B, H, S, E]``."""
     return op.Attention(query_BHSE, key_BKTE, value_BKTE, mask, scale=scale)

@@ -58,9 +58,7 @@ def decoder_stages(config: DecoderConfig, hidden_state_layers: tuple[int, ...]) 
     def generate(model: nn.Module, op: OpBuilder, x: Mapping[str, ir.Value]) -> dict[str, ir.Value]:
         values = [x[i.name] for i in cache_inputs]
         past = list(zip(values[0::2], values[1::2], strict=True))
-        logits, present, hidden_states = model(
-            op, x["input_ids"], x["attention_mask"], x["position_ids"], past, True
-        )
+        logits, present, hidden_states = model(op, x["input_ids"], x["attention_mask"], x["position_ids"], past, True)
         result = outputs(logits, 1, hidden_states)
         for layer, (key, value) in enumerate(present):
             key.shape = value.shape = ir.Shape(present_shape)
@@ -68,9 +66,7 @@ def decoder_stages(config: DecoderConfig, hidden_state_layers: tuple[int, ...]) 
         return result
 
     def score(model: nn.Module, op: OpBuilder, x: Mapping[str, ir.Value]) -> dict[str, ir.Value]:
-        logits, _, hidden_states = model(
-            op, x["input_ids"], x["attention_mask"], x["position_ids"], None, False
-        )
+        logits, _, hidden_states = model(op, x["input_ids"], x["attention_mask"], x["position_ids"], None, False)
         return outputs(logits, "sequence", hidden_states)
 
     return {

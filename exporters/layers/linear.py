@@ -27,7 +27,7 @@ class WeightModule(nn.Module):
         shape = (self.rows, self.columns)
         groups = layout.format.groups_shape(shape)
         scale_dtype = ir.DataType.from_numpy(layout.scale_dtype)
-        self._parameters.pop("weight")
+        self._parameters.pop("weight")  # type: ignore[attr-defined]
         self.weight, self.layout = None, layout
         self.codes = nn.Parameter(layout.format.codes_shape(shape), ir.DataType.UINT8, "weight.codes")
         self.scales = nn.Parameter(groups, scale_dtype, "weight.scales")
@@ -38,7 +38,12 @@ class WeightModule(nn.Module):
         if self.layout is None:
             return op.MatMul(x, op.Transpose(self.weight, perm=[1, 0]))
         y = op.call(
-            grouped_quant_matmul(), x, self.codes, self.scales, self.offsets, **_attributes(self.layout.format)
+            grouped_quant_matmul(),
+            x,
+            self.codes,
+            self.scales,
+            self.offsets,
+            **_attributes(self.layout.format),
         )
         # Shape inference does not look into functions.
         y.dtype = x.dtype

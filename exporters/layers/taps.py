@@ -24,8 +24,5 @@ def tap(value: ir.Value) -> ir.Value:
 def taps(graph: ir.Graph) -> dict[str, ir.Value]:
     """All taps of a graph, in the order of computation."""
     return {
-        value.metadata_props[_TAP]: value
-        for node in graph
-        for value in node.outputs
-        if _TAP in value.metadata_props
+        value.metadata_props[_TAP]: value for node in graph for value in node.outputs if _TAP in value.metadata_props
     }

@@ -188,8 +188,8 @@ INTAGLIO_INLINE float add_lanes(float* lanes) {
 // Rows x Columns sums of Width of the lanes, over `count` inputs (a multiple of kLanes) of the rows at x
 // and of the panel.
 template <std::size_t Width, std::size_t Rows, std::size_t Columns>
-INTAGLIO_INLINE void multiply_lanes(const char* x, std::size_t x_stride, const float* panel, std::size_t count,
-                                    Vector<Width> (&sum)[Rows * Columns]) {
+INTAGLIO_INLINE void multiply_lanes(const char* x, std::size_t x_stride, const float* panel,
+                                    std::size_t count, Vector<Width> (&sum)[Rows * Columns]) {
     for (std::size_t k = 0; k < count; k += kLanes) {
         Vector<Width> w[Columns], row;
         INTAGLIO_UNROLL

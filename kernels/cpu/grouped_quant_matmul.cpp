@@ -13,6 +13,10 @@ constexpr std::size_t kPanelRows = 8, kMaxColumns = 64;
 }  // namespace
 
 InstructionSet best_instruction_set() {
+#if INTAGLIO_HAS_avx512 || INTAGLIO_HAS_avx2
+    // Usually done by a constructor of the compiler's own library, which not every toolchain links.
+    __builtin_cpu_init();
+#endif
 #if INTAGLIO_HAS_avx512
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))

@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from intaglio.engines.compile import compile_bundle as compile
+    from intaglio.engines.compile import compile_bundle as compile  # noqa: A004 - the verb's name
     from intaglio.exporters.checkpoints import open_checkpoint
     from intaglio.exporters.export import export
     from intaglio.runtimes.bench import bench

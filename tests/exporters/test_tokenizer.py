@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from intaglio.errors import CheckpointError, ConfigError
 from intaglio.exporters.tokenizer import TokenizerFiles, tokenizer_from_directory, tokenizer_from_gguf
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)
 GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
@@ -39,9 +39,7 @@ class ReferenceBPE:
         self.split = split
         tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
         self.vocab = {token: index for index, token in enumerate(tokens)}
-        self.ranks = {
-            tuple(merge.split(" ")): rank for rank, merge in enumerate(metadata["tokenizer.ggml.merges"])
-        }
+        self.ranks = {tuple(merge.split(" ")): rank for rank, merge in enumerate(metadata["tokenizer.ggml.merges"])}
         self.special = {token for token, kind in zip(tokens, types, strict=True) if kind == CONTROL}
         self.alphabet = bytes_to_unicode()
 
@@ -101,8 +99,8 @@ def test_smollm2_fields(smollm2: TokenizerFiles, smollm2_metadata: dict[str, obj
 
 
 def test_smollm2_known_ids(smollm2: TokenizerFiles) -> None:
-    tokenizer = Tokenizer.from_str(smollm2.tokenizer_json)
-    assert tokenizer.encode("Hello world, 2026!").ids == [19556, 905, 28, 216, 34, 32, 34, 38, 17]
+    ids = Tokenizer.from_str(smollm2.tokenizer_json).encode("Hello world, 2026!").ids
+    assert ids == [19556, 905, 28, 216, 34, 32, 34, 38, 17]
 
 
 def test_smollm2_against_reference(
@@ -114,9 +112,7 @@ def test_smollm2_against_reference(
         assert tokenizer.encode(text).ids == reference.encode(text), repr(text)
 
 
-def test_smollm2_against_transformers(
-    smollm2: TokenizerFiles, smollm2_transformers: Any, texts: list[str]
-) -> None:
+def test_smollm2_against_transformers(smollm2: TokenizerFiles, smollm2_transformers: Any, texts: list[str]) -> None:
     """transformers does not know the pre-tokenizer `smollm` (5.24 falls back to GPT-2's without a word), so
     it is given the published one here; the rest of its conversion is its own: vocabulary, merges, special
     tokens, template."""
@@ -243,23 +239,13 @@ def test_published_splits(texts: list[str]) -> None:
 
 def test_pre_tokenizers_differ(tiny: dict[str, Any]) -> None:
     text = "in 2026,  12345 cafe\u0301 DON'T\n\nx"
-    assert (
-        len(
-            {
-                tuple(build(tiny, pre=pre).encode(text).ids)
-                for pre in ("smollm", "qwen2", "llama-bpe", "gpt-2")
-            }
-        )
-        == 4
-    )
+    assert len({tuple(build(tiny, pre=pre).encode(text).ids) for pre in ("smollm", "qwen2", "llama-bpe", "gpt-2")}) == 4
 
 
 def test_only_qwen2_normalizes(tiny: dict[str, Any]) -> None:
     for pre in ("smollm", "qwen2", "llama-bpe", "gpt-2"):
         tokenizer = build(tiny, pre=pre)
-        assert tokenizer.decode(tokenizer.encode("e\u0301").ids) == (
-            "\u00e9" if pre == "qwen2" else "e\u0301"
-        )
+        assert tokenizer.decode(tokenizer.encode("e\u0301").ids) == ("\u00e9" if pre == "qwen2" else "e\u0301")
 
 
 def test_only_llama_bpe_ignores_merges(tiny: dict[str, Any]) -> None:
@@ -296,20 +282,14 @@ def test_added_tokens_are_matched_before_normalizing(tiny: dict[str, Any]) -> No
 
 def test_ids_that_end_generation(tiny: dict[str, Any]) -> None:
     last = len(tiny["tokenizer.ggml.tokens"]) - 1
-    metadata = changed(
-        tiny, pre="qwen2", eos_token_id=np.uint32(last), eot_token_id=last - 2, eom_token_id=last
-    )
-    files = tokenizer_from_gguf(metadata, "tiny.gguf")
-    assert files.eos_token == "<|im_end|>"
-    assert files.eos_token_ids == (last, last - 2)
+    ids = {"eos_token_id": np.uint32(last), "eot_token_id": last - 2, "eom_token_id": last - 1}
+    files = tokenizer_from_gguf(changed(tiny, pre="qwen2", **ids), "tiny.gguf")
+    assert (files.eos_token, files.eos_token_ids) == ("<|im_end|>", (last, last - 2, last - 1))
     assert all(type(index) is int for index in files.eos_token_ids)
-    assert (files.bos_token, files.bos_token_id, files.pad_token, files.pad_token_id) == (
-        None,
-        None,
-        None,
-        None,
-    )
+    assert (files.bos_token, files.bos_token_id, files.pad_token, files.pad_token_id) == (None,) * 4
     assert files.chat_template is None
+    ids = {"eos_token_id": last, "eot_token_id": last}
+    assert tokenizer_from_gguf(changed(tiny, pre="qwen2", **ids), "tiny.gguf").eos_token_ids == (last,)
     assert tokenizer_from_gguf(changed(tiny, pre="qwen2"), "tiny.gguf").eos_token_ids == ()
 
 
@@ -327,9 +307,7 @@ def test_a_token_that_ends_generation_is_special(tiny: dict[str, Any]) -> None:
 @pytest.mark.parametrize("eos", [None, True])
 def test_affixes(tiny: dict[str, Any], pre: str, implied: bool, bos: bool | None, eos: bool | None) -> None:
     last = len(tiny["tokenizer.ggml.tokens"]) - 1
-    tokenizer = build(
-        tiny, pre=pre, bos_token_id=last - 1, eos_token_id=last, add_bos_token=bos, add_eos_token=eos
-    )
+    tokenizer = build(tiny, pre=pre, bos_token_id=last - 1, eos_token_id=last, add_bos_token=bos, add_eos_token=eos)
     plain = tokenizer.encode("abc", add_special_tokens=False).ids
     first = [last - 1] if (implied if bos is None else bos) else []
     end = [last] if eos else []
@@ -414,9 +392,7 @@ def test_chat_template_must_be_text(tiny: dict[str, Any]) -> None:
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """A tokenizer of four words that pads to 8 and cuts at 4, as some published files do."""
-    tokenizer = Tokenizer(
-        models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "é": 3, "[UNK]": 4}, unk_token="[UNK]")
-    )
+    tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "é": 3, "[UNK]": 4}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.WordPiece()

@@ -217,15 +217,11 @@ def test_a_column_does_not_depend_on_its_neighbours() -> None:
     whole = run(load_rows(rows, quantization), x)
     for n in (0, 9, 20):
         one = GroupedQuantRows(rows.codes[n : n + 1], rows.scales[n : n + 1], rows.offsets[n : n + 1])
-        np.testing.assert_array_equal(
-            bits_of(run(load_rows(one, quantization), x)), bits_of(whole[:, n : n + 1])
-        )
+        np.testing.assert_array_equal(bits_of(run(load_rows(one, quantization), x)), bits_of(whole[:, n : n + 1]))
 
 
 @pytest.mark.parametrize(("group_size", "width"), [(32, 96), (6, 42)])
-def test_non_finite_activations_follow_ieee_arithmetic(
-    group_size: int, width: int, instruction_set: str
-) -> None:
+def test_non_finite_activations_follow_ieee_arithmetic(group_size: int, width: int, instruction_set: str) -> None:
     rng = np.random.default_rng(5)
     quantization = GroupedQuantFormat(4, group_size, 8)
     rows = random_rows(rng, (9, width), quantization, has_offsets=False)
@@ -384,9 +380,7 @@ def register_with_old_runtime(has_first_version: bool) -> tuple[int | None, list
     create_status = create_status_type(create_status_impl)
     table = (ctypes.c_void_p * 128)(ctypes.cast(create_status, ctypes.c_void_p).value)
     version = ctypes.create_string_buffer(b"1.9.0")
-    get_api = get_api_type(
-        lambda wanted: ctypes.addressof(table) if has_first_version and wanted == 1 else None
-    )
+    get_api = get_api_type(lambda wanted: ctypes.addressof(table) if has_first_version and wanted == 1 else None)
     get_version = get_version_type(lambda: ctypes.addressof(version))
     base = (ctypes.c_void_p * 2)(
         ctypes.cast(get_api, ctypes.c_void_p).value, ctypes.cast(get_version, ctypes.c_void_p).value

@@ -91,9 +91,7 @@ def test_packing_refuses_what_does_not_fit(values: np.ndarray, bits: int, messag
         (8, 32, -1, "zero_point -1"),
     ],
 )
-def test_a_format_refuses_what_it_does_not_hold(
-    bits: int, group_size: int, zero_point: int, message: str
-) -> None:
+def test_a_format_refuses_what_it_does_not_hold(bits: int, group_size: int, zero_point: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GroupedQuantFormat(bits, group_size, zero_point)
 
@@ -142,9 +140,7 @@ def test_function_bodies_equal_the_reference(
     rows = random_rows(rng, (11, 256), quantization, dtype, has_offsets)
     attributes = {"bits": bits, "group_size": group_size, "zero_point": zero_point}
 
-    graph = ir.Graph(
-        [], [], nodes=[], opset_imports={"": functions.OPSET, functions.DOMAIN: 1}, name="bodies"
-    )
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": functions.OPSET, functions.DOMAIN: 1}, name="bodies")
     builder = GraphBuilder(graph)
     op = builder.op
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["batch", "tokens", 256]))
@@ -162,9 +158,9 @@ def test_function_bodies_equal_the_reference(
         op.Gather(offsets, ids) if has_offsets else offsets,
         **attributes,
     )
-    for value, name, shape in ((y, "y", ["batch", "tokens", 11]), (weight, "weight", ["rows", 256])):
+    y.shape, weight.shape = ir.Shape(["batch", "tokens", 11]), ir.Shape(["rows", 256])
+    for value, name in ((y, "y"), (weight, "weight")):
         value.name, value.type = name, ir.TensorType(ir.DataType.FLOAT)
-        value.shape = ir.Shape(shape)
         graph.outputs.append(value)
     model = ir.Model(graph, ir_version=11, functions=list(builder.functions.values()))
 
@@ -181,9 +177,7 @@ def test_function_bodies_equal_the_reference(
 
 
 def test_infinite_scales_reach_the_weight() -> None:
-    rows = GroupedQuantRows(
-        np.array([[255, 0]], np.uint8), np.full((1, 1), 3e38, np.float32), np.zeros((), np.float32)
-    )
+    rows = GroupedQuantRows(np.array([[255, 0]], np.uint8), np.full((1, 1), 3e38, np.float32), np.zeros((), np.float32))
     assert dequantize(rows, GroupedQuantFormat(8, 2, 0)).tolist() == [[np.inf, 0.0]]
 
 

@@ -1,0 +1,186 @@
+"""Every architecture against transformers: taps, logits, cache and padding, on tiny models in float32.
+
+Bounds: relative L2 <= 1e-5 for every tap and output. Measured: about 3e-7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+import transformers
+from graph_text import graph_text
+from tiny_models import TINY_MODELS, TinyModel
+
+import intaglio
+from intaglio.engines.compile import Engine, open_engine
+from intaglio.runtimes.decoding import Decoding
+from intaglio.runtimes.parity import compare
+
+BOUND = 1e-5
+GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
+
+
+@dataclass
+class Case:
+    tiny: TinyModel
+    oracle: transformers.PreTrainedModel
+    engine: Engine
+
+    @property
+    def vocab_size(self) -> int:
+        return self.engine.bundle.config["vocab_size"]
+
+
+@pytest.fixture(scope="module", params=TINY_MODELS, ids=lambda tiny: tiny.name)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    folder = tmp_path_factory.mktemp(request.param.name)
+    oracle = request.param.build(folder / "checkpoint")
+    layers = range(oracle.config.num_hidden_layers + 1)
+    intaglio.export(folder / "checkpoint", folder / "bundle", taps=True, hidden_states=layers)
+    intaglio.compile(folder / "bundle")
+    return Case(request.param, oracle, open_engine(folder / "bundle"))
+
+
+def random_ids(case: Case, *shape: int, seed: int = 3) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, case.vocab_size, shape)
+
+
+def run_oracle(case: Case, ids: np.ndarray, names: list[str]) -> tuple[Any, dict[str, np.ndarray]]:
+    """The oracle's outputs, and those of the modules called ``names``."""
+    seen: dict[str, np.ndarray] = {}
+    modules = dict(case.oracle.named_modules())
+    hooks = []
+    for name in names:
+
+        def hook(_module: Any, _inputs: Any, output: Any, name: str = name) -> None:
+            value = output[0] if isinstance(output, tuple) else output
+            seen[name] = value.numpy()
+
+        hooks.append(modules[name].register_forward_hook(hook))
+    try:
+        with torch.no_grad():
+            return case.oracle(torch.from_numpy(ids), output_hidden_states=True), seen
+    finally:
+        for handle in hooks:
+            handle.remove()
+
+
+def feeds(ids: np.ndarray) -> dict[str, np.ndarray]:
+    return {
+        "input_ids": ids,
+        "attention_mask": np.ones_like(ids),
+        "position_ids": np.broadcast_to(np.arange(ids.shape[1]), ids.shape).copy(),
+    }
+
+
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (2, 13), (3, 40)])
+def test_score_taps_and_logits(case: Case, batch: int, length: int) -> None:
+    ids = random_ids(case, batch, length)
+    found = case.engine.load("score").run(feeds(ids))
+    taps = [name for name in found if name.startswith(("model.", "lm_head"))]
+    # Per layer: two norms, q, k, v, o, the feed-forward output and the layer's own; embeddings and final norm.
+    assert len(taps) == 8 * case.oracle.config.num_hidden_layers + 2
+    expected, seen = run_oracle(case, ids, taps)
+    for name in taps:
+        assert compare(name, found[name], seen[name]).relative_l2 <= BOUND, name
+    assert compare("logits", found["logits"], expected.logits.numpy()).relative_l2 <= BOUND
+    for layer, hidden in enumerate(expected.hidden_states):
+        name = f"hidden_states.{layer}"
+        assert compare(name, found[name], hidden.numpy()).relative_l2 <= BOUND, name
+
+
+def test_prefill_then_decode_step_by_step(case: Case) -> None:
+    ids = random_ids(case, 2, 20)
+    expected, _ = run_oracle(case, ids, [])
+    decoding = Decoding(case.engine.load("generate"), ids[:, :11].tolist())
+    for position in range(10, 20):
+        logits = decoding.step()
+        assert compare("logits", logits, expected.logits[:, position].numpy()).relative_l2 <= BOUND, position
+        if position < 19:
+            decoding.put(ids[:, position + 1])
+
+
+def test_prefill_in_two_pieces_over_the_cache(case: Case) -> None:
+    """Several new tokens with a past: the mask's alignment when query and key lengths differ."""
+    ids = random_ids(case, 1, 17)
+    session = case.engine.load("generate")
+    empty = {
+        t.name: np.zeros((1, t.shape[1], 0, t.shape[3]), np.float32)
+        for t in session.stage.inputs
+        if t.name.startswith("past")
+    }
+    first = session.run({**feeds(ids[:, :6]), **empty})
+    past = {n.replace("present.", "past_key_values."): v for n, v in first.items() if n.startswith("present.")}
+    second = session.run(
+        {
+            "input_ids": ids[:, 6:],
+            "attention_mask": np.ones_like(ids),
+            "position_ids": np.arange(6, 17)[None],
+            **past,
+        }
+    )
+    expected, _ = run_oracle(case, ids, [])
+    assert compare("logits", second["logits"][:, 0], expected.logits[:, -1].numpy()).relative_l2 <= BOUND
+
+
+def test_left_padding_gives_each_row_what_it_gets_alone(case: Case) -> None:
+    rows = [random_ids(case, 5, seed=1), random_ids(case, 14, seed=2)]
+    mask = np.array([[0] * 9 + [1] * 5, [1] * 14])
+    ids = np.stack([np.concatenate([np.full(9, 7), rows[0]]), rows[1]])
+    padded = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "position_ids": np.maximum(mask.cumsum(axis=1) - 1, 0),
+    }
+    score = case.engine.load("score")
+    together = score.run(padded)
+    for name, value in together.items():
+        assert np.isfinite(value).all(), f"{name}: a padding row is not finite"
+    for row, tokens in enumerate(rows):
+        alone = score.run(feeds(tokens[None]), ["logits"])["logits"][0]
+        found = together["logits"][row, -len(tokens) :]
+        assert compare("logits", found, alone).relative_l2 <= BOUND
+        expected, _ = run_oracle(case, tokens[None], [])
+        assert compare("logits", found, expected.logits[0].numpy()).relative_l2 <= BOUND
+    generate = case.engine.load("generate")
+    both = Decoding(generate, [row.tolist() for row in rows], pad_token_id=7)
+    each = [Decoding(generate, [row.tolist()]) for row in rows]
+    for _ in range(4):
+        logits = both.step()
+        alone = np.concatenate([decoding.step() for decoding in each])
+        assert compare("logits", logits, alone).relative_l2 <= BOUND
+        tokens = alone.argmax(axis=-1)
+        both.put(tokens)
+        for decoding, token in zip(each, tokens, strict=True):
+            decoding.put(token[None])
+
+
+@pytest.mark.parametrize("against", ["onnxruntime", "tract"])
+def test_other_runtimes_agree_with_the_engine(case: Case, against: str) -> None:
+    report = intaglio.parity(case.engine.bundle_path, against=against, bound=BOUND)
+    assert report.first_divergent is None, report.first_divergent
+    assert len(report.differences) > 20
+
+
+def test_graphs_are_valid_onnx(case: Case) -> None:
+    import onnx
+
+    for stage in case.engine.bundle.stages.values():
+        onnx.checker.check_model(str(case.engine.bundle_path / stage.file), full_check=True)
+
+
+@pytest.mark.parametrize("stage", ["generate", "score"])
+def test_graph_text_is_the_golden_one(case: Case, stage: str, request: pytest.FixtureRequest) -> None:
+    """After an intended change, read the diff, then rewrite the files with ``pytest --write-goldens``."""
+    file = GOLDENS / f"{case.tiny.name}.{stage}.txt"
+    text = graph_text(ir.load(case.engine.bundle_path / f"{stage}.onnx"))
+    if request.config.getoption("--write-goldens"):
+        file.write_text(text, "utf-8")
+    assert text == file.read_text("utf-8")
