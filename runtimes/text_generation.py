@@ -97,7 +97,7 @@ class TextGenerationPipeline:
         info = self.engine.bundle.tokenizer
         if info is None:
             raise BundleError(
-                f"{self.engine.bundle_path}: holds no tokenizer, since its source had no tokenizer.json; put one beside "
+                f"{self.engine.bundle_path}: holds no tokenizer, since its source had no tokenizer.json; add one to "
                 "the checkpoint and export again"
             )
         return Tokenizer(
