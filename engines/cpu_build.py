@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from intaglio.engines.cpu import run_once
+from intaglio.engines.cpu_session import run_once
 from intaglio.engines.memory import peak_rss_bytes
 from intaglio.errors import IntaglioError
 from intaglio.exporters.bundle import Dim, StageInfo

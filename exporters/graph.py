@@ -15,7 +15,8 @@ from intaglio.exporters.checkpoints.tensors import CheckpointTensor
 from intaglio.exporters.layers.linear import WeightModule
 from intaglio.exporters.layers.taps import taps
 from intaglio.exporters.weights import Part
-from intaglio.kernels.functions import DOMAIN, DOMAIN_VERSION, OPSET
+from intaglio.kernels.functions import OPSET
+from intaglio.kernels.grouped_quant import DOMAIN, DOMAIN_VERSION
 
 IR_VERSION = 11
 

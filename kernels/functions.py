@@ -14,8 +14,8 @@ from functools import cache
 import onnx_ir as ir
 from onnxscript import OpBuilder, build_function
 
-DOMAIN = "intaglio"
-DOMAIN_VERSION = 1
+from intaglio.kernels.grouped_quant import DOMAIN
+
 OPSET = 23
 
 

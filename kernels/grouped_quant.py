@@ -22,6 +22,10 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+# Where the ops on this format live in a graph.
+DOMAIN = "intaglio"
+DOMAIN_VERSION = 1
+
 SUPPORTED_BITS = (2, 4, 8)
 SCALE_DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
 

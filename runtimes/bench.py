@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from intaglio.engines.compile import open_engine, read_report
+from intaglio.engines.engine import open_engine, read_report
 from intaglio.engines.memory import peak_rss_bytes
 from intaglio.errors import InputError
 from intaglio.progress import Progress, ProgressCallback

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from intaglio.engines.compile import open_engine
+from intaglio.engines.engine import open_engine
 from intaglio.runtimes.text_generation import TextGenerationPipeline
 
 

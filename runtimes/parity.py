@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from intaglio.engines.compile import open_engine
-from intaglio.engines.references import reference
+from intaglio.engines.engine import open_engine
 from intaglio.errors import InputError
 from intaglio.exporters.bundle import Bundle
 
@@ -68,6 +67,8 @@ def parity(
     with taps shows the first layer that diverges; without, only its outputs are compared. Raises InputError,
     EngineError, RuntimeMissingError.
     """
+    from intaglio.engines.references import reference  # brings the graph library, which running does not need
+
     run_reference = reference(against)
     engine = open_engine(bundle, target)
     session = engine.load(stage)

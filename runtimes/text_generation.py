@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
-from intaglio.engines.compile import Engine
+from intaglio.engines.engine import Engine
 from intaglio.errors import BundleError, InputError
 from intaglio.progress import Progress, ProgressCallback
 from intaglio.runtimes.decoding import Decoding

@@ -92,7 +92,8 @@ def progress_bar(*, quiet: bool = False) -> Iterator[ProgressCallback | None]:
     try:
         yield show
     finally:
-        bar.stop()
+        if tasks:
+            bar.stop()  # one that never started would leave an empty line
 
 
 def human_bytes(count: int) -> str:

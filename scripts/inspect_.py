@@ -10,7 +10,7 @@ import numpy as np
 import typer
 
 import intaglio
-from intaglio.engines.compile import open_engine, read_report
+from intaglio.engines.engine import open_engine, read_report
 from intaglio.errors import InputError
 from intaglio.exporters.bundle import is_bundle, read_bundle
 from intaglio.scripts.compile_ import print_report

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import intaglio
-from intaglio.engines.compile import engine_path
+from intaglio.engines.engine import engine_path
 from intaglio.errors import InputError
 from intaglio.exporters.bundle import read_bundle
 from intaglio.scripts.console import Quiet, Target, Threads, progress_bar, say

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import onnx_ir as ir
 
 from intaglio.errors import CompileError
-from intaglio.kernels.functions import DOMAIN
+from intaglio.kernels.grouped_quant import DOMAIN
 
 
 class BindKernelsPass(ir.passes.InPlacePass):

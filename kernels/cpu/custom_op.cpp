@@ -312,8 +312,7 @@ struct Op : ort::CustomOp {
     ort::Api api;
 };
 
-// Sessions keep pointers to the domain and its op without owning them. Both live until the library is
-// unloaded, which onnxruntime does after the last session that uses it is gone.
+// Sessions keep pointers to the domain and its op without owning them.
 struct Domain {
     explicit Domain(const ort::ApiTable* table) : op(table) {}
     Domain(const Domain&) = delete;
@@ -326,10 +325,11 @@ struct Domain {
     ort::CustomOpDomain* handle = nullptr;
 };
 
-// One domain for each onnxruntime in the process, shared by its sessions.
+// One domain for each onnxruntime in the process, shared by its sessions and never destroyed: a
+// destructor at the end of the process would call into an onnxruntime that may be gone by then.
 ort::CustomOpDomain* domain_of(const ort::Api& api) {
-    static std::mutex mutex;
-    static std::vector<std::unique_ptr<Domain>> domains;
+    static std::mutex& mutex = *new std::mutex;
+    static auto& domains = *new std::vector<std::unique_ptr<Domain>>;
     const std::lock_guard<std::mutex> lock(mutex);
     for (const auto& domain : domains)
         if (domain->op.api.table() == api.table()) return domain->handle;

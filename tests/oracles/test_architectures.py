@@ -19,7 +19,7 @@ from graph_text import graph_text
 from tiny_models import TINY_MODELS, TinyModel
 
 import intaglio
-from intaglio.engines.compile import Engine, open_engine
+from intaglio.engines.engine import Engine, open_engine
 from intaglio.runtimes.decoding import Decoding
 from intaglio.runtimes.parity import compare
 

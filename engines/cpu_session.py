@@ -1,0 +1,106 @@
+"""A loaded stage of the target ``cpu``. Kept apart from building, so that running imports no graph library."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from intaglio.engines.onnxruntime_ import import_onnxruntime
+from intaglio.engines.shapes import check_feeds, smallest_sizes
+from intaglio.errors import EngineError
+from intaglio.exporters.bundle import Dim, StageInfo
+from intaglio.kernels.cpu.library import library_path
+
+
+class CpuSession:
+    """A loaded stage. ``run`` takes and gives NumPy arrays; outputs named ``resident`` stay as the runtime's own
+    values, which the next run takes as they are (a key-value cache is not copied out and in)."""
+
+    def __init__(
+        self,
+        name: str,
+        graph: Path,
+        weights_folder: Path,
+        stage: StageInfo,
+        dims: Mapping[str, Dim],
+        *,
+        threads: int = 0,
+        profile: Path | None = None,
+    ) -> None:
+        self.name, self.stage, self.dims = name, stage, dict(dims)
+        self._ort = import_onnxruntime()
+        options = self._ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 3
+        # The lowered graph is in the engine's folder, the weights stay where the bundle has them.
+        options.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(weights_folder.resolve())
+        )
+        # Otherwise onnxruntime may turn a dequantized MatMul into one with 8-bit activations.
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+        if profile is not None:
+            options.enable_profiling = True
+            options.profile_file_prefix = str(profile)
+        try:
+            options.register_custom_ops_library(str(library_path()))
+            self._session = self._ort.InferenceSession(graph.read_bytes(), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # onnxruntime's errors have no common base of their own
+            raise EngineError(f"{graph}: onnxruntime cannot load it: {error}") from error
+
+    def run(
+        self,
+        feeds: Mapping[str, Any],
+        outputs: Collection[str] | None = None,
+        *,
+        resident: Collection[str] = (),
+    ) -> dict[str, Any]:
+        """Runs the stage. ``outputs`` chooses by name (all by default).
+
+        Raises InputError on wrong inputs, EngineError if the run fails.
+        """
+        check_feeds(self.name, self.stage, self.dims, feeds)
+        names = [tensor.name for tensor in self.stage.outputs if outputs is None or tensor.name in outputs]
+        try:
+            values = {
+                name: self._ort.OrtValue.ortvalue_from_numpy(value) if isinstance(value, np.ndarray) else value
+                for name, value in feeds.items()
+            }
+            results = self._session.run_with_ort_values(names, values)
+        except Exception as error:
+            raise EngineError(f"{self.name}: the run failed: {error}") from error
+        return {name: value if name in resident else value.numpy() for name, value in zip(names, results, strict=True)}
+
+    def end_profiling(self) -> Path:
+        """Stops profiling and returns the file that onnxruntime wrote."""
+        return Path(self._session.end_profiling())
+
+
+def smallest_feeds(stage: StageInfo, dims: Mapping[str, Dim]) -> dict[str, np.ndarray]:
+    """Inputs of the smallest allowed shapes: ones for masks, zeros otherwise."""
+    sizes = smallest_sizes(dims)
+    feeds = {}
+    for tensor in stage.inputs:
+        shape = [n if isinstance(n, int) else sizes[n] for n in tensor.shape]
+        fill = 1 if tensor.name == "attention_mask" else 0
+        feeds[tensor.name] = np.full(shape, fill, np.dtype(tensor.dtype))
+    return feeds
+
+
+def run_once(graph: Path, weights_folder: Path, stage: StageInfo, dims: Mapping[str, Dim]) -> dict[str, int]:
+    """Counts the operators of one run at the smallest shapes. Raises EngineError on outputs that are not finite."""
+    with tempfile.TemporaryDirectory(prefix="intaglio-build-") as folder:
+        session = CpuSession(graph.stem, graph, weights_folder, stage, dims, profile=Path(folder) / "profile")
+        outputs = session.run(smallest_feeds(stage, dims))
+        events = json.loads(session.end_profiling().read_text("utf-8"))
+    bad = [name for name, value in outputs.items() if value.dtype.kind == "f" and not np.isfinite(value).all()]
+    if bad:
+        raise EngineError(f"{graph.stem}: the outputs {', '.join(bad)} are not finite at the smallest shapes")
+    return dict(
+        Counter(e["args"]["op_name"] for e in events if e.get("cat") == "Node" and "op_name" in e.get("args", {}))
+    )

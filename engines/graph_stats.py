@@ -1,0 +1,46 @@
+"""What can be read off a lowered graph for the report."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import onnx_ir as ir
+
+from intaglio.kernels.grouped_quant import DOMAIN
+
+
+def weight_size(model: ir.Model) -> tuple[int, int]:
+    """Bytes of the weights a graph reads, and how many weights they stand for."""
+    bits: dict[str, int] = {}
+    for node in model.graph.all_nodes():
+        if node.domain == DOMAIN and "bits" in node.attributes:
+            for value in node.inputs:
+                source = _gathered_from(value)
+                if source is not None and source.dtype == ir.DataType.UINT8:
+                    bits[str(source.name)] = node.attributes["bits"].as_int()
+    total = count = 0
+    for name, value in model.graph.initializers.items():
+        if not isinstance(value.const_value, ir.ExternalTensor):
+            continue
+        total += value.const_value.nbytes
+        if name in bits:
+            count += value.const_value.nbytes * 8 // bits[name]
+        elif not name.endswith((".scales", ".offsets")):
+            count += value.const_value.size
+    return int(total), int(count)
+
+
+def _gathered_from(value: ir.Value | None) -> ir.Value | None:
+    node = value.producer() if value is not None else None
+    return node.inputs[0] if node is not None and node.op_type == "Gather" else value
+
+
+def count_nodes(model: ir.Model, op_type: str) -> int:
+    """How many nodes of the standard domain have this type."""
+    return sum(node.op_type == op_type and not node.domain for node in model.graph.all_nodes())
+
+
+def count_fallbacks(model: ir.Model) -> dict[str, int]:
+    """Nodes of our own ops that still have a body in the file, and so run as that body."""
+    with_body = {key[1] for key in model.functions if key[0] == DOMAIN}
+    return dict(Counter(node.op_type for node in model.graph.all_nodes() if node.op_type in with_body))
