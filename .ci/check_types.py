@@ -25,10 +25,12 @@ def main() -> int:
             "intaglio",
         ]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    print(done.stdout + done.stderr, end="")
     match = re.search(r"no issues found in (\d+) source files", done.stdout)
     if done.returncode or match is None:
         return 1
     if int(match[1]) != modules:
+        print(f"mypy checked {match[1]} files, the tree has {modules}", file=sys.stderr)
         return 1
     return 0
 

@@ -42,8 +42,9 @@ def main() -> int:
     ]
     if len(libraries) != 1:
         problems.append(f"expected one compiled library, found {sorted(libraries)}")
-    for _problem in problems:
-        pass
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    print(f"wheel: {len(expected)} files of the tree and {len(libraries)} library")
     return 1 if problems else 0
 
 

@@ -17,6 +17,7 @@ from intaglio.errors import EngineError
 from intaglio.kernels import functions
 from intaglio.kernels.cpu.library import library_path
 from intaglio.kernels.grouped_quant import (
+    DOMAIN,
     SCALE_DTYPES,
     GroupedQuantFormat,
     GroupedQuantRows,
@@ -63,12 +64,12 @@ def build_model(
         "GroupedQuantMatMul",
         inputs=[x, *weights],
         attributes=attributes,
-        domain=functions.DOMAIN,
+        domain=DOMAIN,
         num_outputs=1,
     )
     y = node.outputs[0]
     y.name, y.type = "y", ir.TensorType(ir.DataType.FLOAT)
-    imports = {"": functions.OPSET, functions.DOMAIN: functions.DOMAIN_VERSION}
+    imports = {"": functions.OPSET, DOMAIN: 1}
     graph = ir.Graph([x], [y], nodes=[node], initializers=weights, opset_imports=imports, name="matmul")
     function = [functions.grouped_quant_matmul()] if with_function else []
     return ir.Model(graph, ir_version=11, functions=function)
@@ -257,7 +258,7 @@ def test_the_op_wins_over_the_function_body(tmp_path: pathlib.Path) -> None:
     assert "MatMul" in ran["body"]
 
 
-@pytest.mark.parametrize("x_shape", [["batch", "tokens", 64], [2, "tokens", 64], ["batch", 64], [64]])
+@pytest.mark.parametrize("x_shape", [["batch", "tokens", 64], [2, "tokens", 64], ["batch", "width"], [64]])
 def test_the_shape_of_y_is_inferred(x_shape: list[int | str], tmp_path: pathlib.Path) -> None:
     quantization = GroupedQuantFormat(4, 32, 8)
     rows = random_rows(np.random.default_rng(6), (6, 64), quantization)

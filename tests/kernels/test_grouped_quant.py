@@ -11,6 +11,7 @@ from onnxscript import GraphBuilder
 
 from intaglio.kernels import functions
 from intaglio.kernels.grouped_quant import (
+    DOMAIN,
     SCALE_DTYPES,
     GroupedQuantFormat,
     GroupedQuantRows,
@@ -140,7 +141,7 @@ def test_function_bodies_equal_the_reference(
     rows = random_rows(rng, (11, 256), quantization, dtype, has_offsets)
     attributes = {"bits": bits, "group_size": group_size, "zero_point": zero_point}
 
-    graph = ir.Graph([], [], nodes=[], opset_imports={"": functions.OPSET, functions.DOMAIN: 1}, name="bodies")
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": functions.OPSET, DOMAIN: 1}, name="bodies")
     builder = GraphBuilder(graph)
     op = builder.op
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["batch", "tokens", 256]))
