@@ -47,10 +47,13 @@ class ConfigKeys:
         value = self._get(key, _REQUIRED)
         if not isinstance(value, Mapping):
             raise self.wrong(key, f"is {value!r}, expected an object")
-        inner = {
-            name.removeprefix(f"{key}."): text for name, text in self._spelling.items() if name.startswith(f"{key}.")
-        }
+        under = f"{key}."
+        inner = {name.removeprefix(under): text for name, text in self._spelling.items() if name.startswith(under)}
         return ConfigKeys(value, self.source, inner, key)
+
+    def overridden(self, values: Mapping[str, Any]) -> ConfigKeys:
+        """These keys with ``values`` added or put in place of what the file says."""
+        return ConfigKeys({**self.values, **values}, self.source, self._spelling, self._parent)
 
     def only(self, *known: str) -> None:
         """Refuses any key but ``known``, since an unknown one may change the arithmetic."""
