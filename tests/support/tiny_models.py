@@ -90,17 +90,9 @@ def _scaled(rope_type: str, **parameters: Any) -> dict[str, Any]:
 
 _LLAMA3 = _scaled("llama3", factor=4.0, original_max_position_embeddings=32, low_freq_factor=1.0, high_freq_factor=4.0)
 _YARN = _scaled("yarn", factor=4.0, original_max_position_embeddings=32)
+_YARN_BETAS = {"factor": 6.0, "original_max_position_embeddings": 24, "beta_fast": 3.0, "beta_slow": 0.4}
 _YARN_ATTENTION = _scaled("yarn", factor=4.0, original_max_position_embeddings=32, attention_factor=1.3)
-_YARN_ALL = _scaled(
-    "yarn",
-    factor=6.0,
-    original_max_position_embeddings=24,
-    mscale=0.7,
-    mscale_all_dim=1.2,
-    beta_fast=3.0,
-    beta_slow=0.4,
-    truncate=False,
-)
+_YARN_ALL = _scaled("yarn", **_YARN_BETAS, mscale=0.7, mscale_all_dim=1.2, truncate=False)
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 7}
 
 TINY_MODELS = [
@@ -132,3 +124,18 @@ TINY_MODELS = [
         ),
     ),
 ]
+
+# Widths that blocks of 32 divide.
+_BLOCKS = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+
+GGUF_MODELS = {
+    tiny.name: tiny
+    for tiny in [
+        TinyModel("llama-llama3", _llama(**_BLOCKS, **_LLAMA3)),
+        TinyModel("llama-linear", _llama(**_BLOCKS, **_scaled("linear", factor=3.0))),
+        TinyModel("llama-yarn", _llama(**_BLOCKS, **_YARN)),
+        TinyModel("llama-biases", _llama(**_BLOCKS, attention_bias=True, tie_word_embeddings=True)),
+        TinyModel("qwen2-yarn", _qwen2(**_BLOCKS, **_scaled("yarn", **_YARN_BETAS))),
+        TinyModel("qwen3", _qwen3(**{**_BLOCKS, "head_dim": 32})),
+    ]
+}
