@@ -291,7 +291,7 @@ GGUFS = [
 @pytest.mark.parametrize("written", GGUFS, ids=lambda written: written.name)
 def test_gguf_equals_the_dequantized_model(tmp_path: Path, written: TinyGGUF) -> None:
     oracle = written.build(tmp_path / "checkpoint")
-    intaglio.export(tmp_path / "checkpoint" / "model.gguf", tmp_path / "bundle")
+    intaglio.export(tmp_path / "checkpoint" / "model.gguf", tmp_path / "bundle", stages=["generate"])
     intaglio.compile(tmp_path / "bundle")
     engine = open_engine(tmp_path / "bundle")
     assert engine.bundle.unused_tensors == ()
@@ -300,10 +300,8 @@ def test_gguf_equals_the_dequantized_model(tmp_path: Path, written: TinyGGUF) ->
     case = Case(written.tiny, oracle, engine)
     ids = random_ids(case, 2, 40)
     expected, _ = run_oracle(case, ids, [])
-    logits = engine.load("score").run(feeds(ids))["logits"]
-    assert compare("logits", logits, expected.logits.numpy()).relative_l2 <= BOUND
     decoding = Decoding(engine.load("generate"), ids[:, :30].tolist())
-    for position in range(29, 34):
+    for position in range(29, 39):
         found = decoding.step()
         assert compare("logits", found, expected.logits[:, position].numpy()).relative_l2 <= BOUND, position
         decoding.put(ids[:, position + 1])
