@@ -214,8 +214,9 @@ def rope_parameters(keys: ConfigKeys, head_dim: int) -> tuple[float, RopeScaling
         if inner is not None:
             raise inner.wrong("rope_type", f"is there beside {keys.spell('rope_freqs')}; only one of them is built")
         factors = keys.values["rope_freqs"]
-        if len(factors) != head_dim // 2 or not all(0 < f < math.inf for f in factors):
-            raise keys.wrong("rope_freqs", f"is {list(factors)}, expected {head_dim // 2} numbers above zero")
+        good = isinstance(factors, list) and all(isinstance(f, int | float) and 0 < f < math.inf for f in factors)
+        if not good or len(factors) != head_dim // 2:
+            raise keys.wrong("rope_freqs", f"is {factors!r}, expected {head_dim // 2} numbers above zero")
         return theta.number("rope_theta"), RopeFreqs("rope_freqs", tuple(map(float, factors)))
     return theta.number("rope_theta"), _scaling(keys, inner) if inner is not None else None
 

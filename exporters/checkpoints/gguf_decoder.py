@@ -89,7 +89,8 @@ def decoder_config(checkpoint: Checkpoint) -> ConfigKeys:
     }
     values |= _rope_scaling(checkpoint, architecture)
     for suffix in _REFUSED:
-        if metadata.get(f"{architecture}.{suffix}"):
+        value = metadata.get(f"{architecture}.{suffix}")
+        if value is not None and (np.size(value) > 1 or np.any(value)):  # some are arrays
             raise ConfigError(f"{source}: {architecture}.{suffix} is set, which is not built yet")
     if "vocab_size" not in values and isinstance(metadata.get("tokenizer.ggml.tokens"), list):
         values["vocab_size"] = len(metadata["tokenizer.ggml.tokens"])
@@ -110,8 +111,8 @@ def _rope_scaling(checkpoint: Checkpoint, architecture: str) -> dict[str, Any]:
     found.pop(f"{prefix}finetuned", None)  # says how the model was trained, not what to compute
     result: dict[str, Any] = {}
     rope_type = found.pop(f"{prefix}type", "none")
-    if rope_type != "none":
-        if rope_type not in _ROPE_TYPES:
+    if not isinstance(rope_type, str) or rope_type != "none":
+        if not isinstance(rope_type, str) or rope_type not in _ROPE_TYPES:
             built = ", ".join(_ROPE_TYPES)
             raise ConfigError(f"{source}: {prefix}type is {rope_type!r}, which is not built; built are {built}")
         names = {key: f"{architecture}.{_ROPE_SCALING[key]}" for key in _ROPE_TYPES[rope_type][1:]}

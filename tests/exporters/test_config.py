@@ -236,6 +236,8 @@ def test_gguf_rope_scaling_is_read() -> None:
     [
         ({f"{SCALING}type": "longrope"}, "llama.rope.scaling.type is 'longrope'"),
         ({f"{SCALING}type": "linear"}, "has no llama.rope.scaling.factor"),
+        ({f"{SCALING}type": np.array([1, 2])}, "llama.rope.scaling.type is array"),
+        ({"rope.dimension_sections": np.array([8, 8, 0])}, "llama.rope.dimension_sections is set"),
         ({f"{SCALING}type": "yarn", f"{SCALING}factor": 4.0}, "has no llama.rope.scaling.original_context_length"),
         ({f"{SCALING}factor": 4.0}, "llama.rope.scaling.factor is 4.0"),
         ({f"{SCALING}type": "linear", f"{SCALING}factor": 4.0, f"{SCALING}alpha": 2.0}, "scaling.alpha is 2.0"),

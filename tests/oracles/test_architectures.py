@@ -1,6 +1,8 @@
 """Every architecture against transformers: taps, logits, cache and padding, on tiny models in float32.
 
-Bounds: relative L2 <= 1e-5 for every tap and output. Measured: about 3e-7.
+Bounds: relative L2 <= 1e-5 for every tap and output. Measured: at most 1.6e-6.
+
+Models written as GGUF files are compared with transformers running the weights that the file holds.
 """
 
 from __future__ import annotations
