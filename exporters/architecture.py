@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from onnxscript import OpBuilder, nn
 
 from intaglio.errors import ConfigError, WeightsError
 from intaglio.exporters.bundle import Dim
+from intaglio.exporters.checkpoints.gguf_decoder import CONFIG_TENSORS
 from intaglio.exporters.checkpoints.tensors import Checkpoint, CheckpointTensor, reorder_rows
 from intaglio.exporters.config import ConfigKeys
 
@@ -34,10 +35,14 @@ class Input:
 
 @dataclass(frozen=True)
 class Stage:
-    """One graph of a model: its inputs, and the function from model and inputs to named outputs."""
+    """One graph of a model: its inputs, and the function from model and inputs to named outputs.
+
+    ``by_default`` says whether it is exported when no stages are chosen.
+    """
 
     inputs: tuple[Input, ...]
     forward: Callable[[nn.Module, OpBuilder, Mapping[str, ir.Value]], dict[str, ir.Value]]
+    by_default: bool = True
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,8 @@ def model_tensors(checkpoint: Checkpoint, architecture: Architecture, config: An
         return dict(checkpoint.tensors)
     tensors: dict[str, CheckpointTensor] = {}
     for name, tensor in checkpoint.tensors.items():
+        if name in CONFIG_TENSORS:
+            continue
         renamed = architecture.gguf_name(name) or name
         rows = tensor.shape[0] if tensor.shape else 0
         order = architecture.gguf_row_order(renamed, rows, config)
@@ -121,17 +128,19 @@ def model_tensors(checkpoint: Checkpoint, architecture: Architecture, config: An
 
 def match_weights(
     model: nn.Module,
+    needed: Collection[str],
     tensors: Mapping[str, CheckpointTensor],
     unneeded: Callable[[str], bool],
     source: str,
     *,
     allow_unused: bool = False,
 ) -> tuple[dict[str, CheckpointTensor], list[str]]:
-    """Pairs every parameter of ``model`` with its tensor, and lists the tensors that none needs.
+    """Pairs the ``needed`` parameters of ``model`` with their tensors, and lists the tensors that none needs.
 
     Raises WeightsError that lists all missing tensors, wrong shapes, unreadable types and unknown tensors at once.
     """
-    declared = {name: _shape(parameter) for name, parameter in model.named_parameters()}
+    known = {name: _shape(parameter) for name, parameter in model.named_parameters()}
+    declared = {name: shape for name, shape in known.items() if name in needed}
     problems = []
     missing = [f"{name} {list(shape)}" for name, shape in declared.items() if name not in tensors]
     if missing:
@@ -151,7 +160,7 @@ def match_weights(
     if unreadable:
         problems.append(_listing(f"{len(unreadable)} tensors are stored in a type that is not read", unreadable))
     others = [name for name in tensors if name not in declared]
-    unknown = [name for name in others if not unneeded(name)]
+    unknown = [name for name in others if name not in known and not unneeded(name)]
     if unknown and not allow_unused:
         text = f"{len(unknown)} tensors are unknown to the architecture (--allow-unused goes on without them)"
         problems.append(_listing(text, unknown))

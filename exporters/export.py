@@ -35,9 +35,8 @@ from intaglio.exporters.bundle import (
     is_bundle,
 )
 from intaglio.exporters.checkpoints import Checkpoint, CheckpointTensor, open_checkpoint
-from intaglio.exporters.config import ConfigKeys
 from intaglio.exporters.folder import replaced_folder
-from intaglio.exporters.graph import attach_weights, build_graph, quantize_modules, save_graph
+from intaglio.exporters.graph import attach_weights, build_graph, quantize_modules, save_graph, stage_parameters
 from intaglio.exporters.tokenizer import TokenizerFiles, tokenizer_from_directory, tokenizer_from_gguf
 from intaglio.exporters.weights import Part, plan_weights, write_weights
 from intaglio.progress import Progress, ProgressCallback
@@ -74,7 +73,8 @@ def export(
 ) -> Bundle:
     """Exports the checkpoint at ``source`` into the folder ``bundle`` and returns what ``bundle.json`` says.
 
-    ``stages`` chooses graphs by name (all by default); ``hidden_states`` adds the hidden states of these layers
+    ``stages`` chooses graphs by name (all but ``encode`` by default), and only the weights that they need are
+    exported; ``hidden_states`` adds the hidden states of these layers
     as outputs (0 is the embeddings, the last one normed, as transformers numbers them); ``config`` overrides or
     adds configuration keys; ``taps`` makes every named point an output; ``allow_unused`` goes on past tensors that
     the architecture does not know; ``dry_run`` does everything but write.
@@ -125,35 +125,39 @@ def _plan(
 ) -> _Plan:
     checkpoint = open_checkpoint(source)
     architecture, keys = find_architecture(checkpoint)
-    keys = ConfigKeys({**keys.values, **overrides}, keys.source, {k: keys.spell(k) for k in keys.values})
+    keys = keys.overridden(overrides)
     config = architecture.read_config(keys)
-    known = {field.name for field in dataclasses.fields(config)}
-    if unknown := sorted(set(overrides) - known):
-        raise ConfigError(
-            f"--config {', '.join(unknown)}: not a key of {architecture.name}; it has {', '.join(sorted(known))}"
-        )
-    tensors = model_tensors(checkpoint, architecture, config)
-    weights, unused = match_weights(
-        architecture.build(config),
-        tensors,
-        lambda name: architecture.unneeded(name, config),
-        str(checkpoint.path),
-        allow_unused=allow_unused,
-    )
+    if unknown := sorted(set(overrides) - keys.asked):
+        read = ", ".join(sorted(keys.asked))
+        raise ConfigError(f"--config {', '.join(unknown)}: {architecture.name} does not read it; read are {read}")
     layers = config.num_hidden_layers
     for layer in hidden_states:
         if not 0 <= layer <= layers:
             raise InputError(f"hidden states of layer {layer} are asked for; the model has 0 to {layers}")
+    selected = _select(architecture.stages(config, hidden_states), stages, architecture.name)
+    needed = [stage_parameters(architecture.build(config), stage) for stage in selected.values()]
+    weights, unused = match_weights(
+        architecture.build(config),
+        set().union(*needed),
+        model_tensors(checkpoint, architecture, config),
+        lambda name: architecture.unneeded(name, config),
+        str(checkpoint.path),
+        allow_unused=allow_unused,
+    )
     parts, size = plan_weights(weights, ir.DataType.FLOAT)
-    available = architecture.stages(config, hidden_states)
-    chosen = list(available) if stages is None else list(dict.fromkeys(stages))
-    for name in chosen:
-        if name not in available:
-            raise InputError(f"the stage {name!r} is unknown; {architecture.name} has {', '.join(available)}")
-    if not chosen:
-        raise InputError(f"no stage is chosen; {architecture.name} has {', '.join(available)}")
-    selected = {name: available[name] for name in chosen}
     return _Plan(checkpoint, architecture, config, weights, unused, parts, size, selected, _tokenizer(checkpoint))
+
+
+def _select(available: Mapping[str, Stage], stages: Sequence[str] | None, model: str) -> dict[str, Stage]:
+    chosen = [name for name, stage in available.items() if stage.by_default] if stages is None else stages
+    for name in chosen:
+        if name == "encode" and name not in available:
+            raise InputError("the stage encode gives hidden states; name their layers with --hidden-states")
+        if name not in available:
+            raise InputError(f"the stage {name!r} is unknown; {model} has {', '.join(available)}")
+    if not chosen:
+        raise InputError(f"no stage is chosen; {model} has {', '.join(available)}")
+    return {name: available[name] for name in chosen}
 
 
 def _tokenizer(checkpoint: Checkpoint) -> TokenizerFiles | None:

@@ -36,6 +36,12 @@ def quantize_modules(model: nn.Module, weights: Mapping[str, CheckpointTensor]) 
         module.quantize(tensor.layout)
 
 
+def stage_parameters(model: nn.Module, stage: Stage) -> set[str]:
+    """The names of the parameters that ``stage`` uses of a ``model`` that is not quantized."""
+    graph = build_graph("parameters", model, stage).graph
+    return {name for name, value in graph.initializers.items() if value.const_value is None}
+
+
 def build_graph(name: str, model: nn.Module, stage: Stage, *, with_taps: bool = False) -> ir.Model:
     """The stage as an ONNX model, its parameters without data. ``with_taps`` makes every tap an output."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET, DOMAIN: DOMAIN_VERSION}, name=name)

@@ -17,7 +17,10 @@ def export(
     source: Annotated[Path, typer.Argument(help="A .gguf file, a .safetensors file, or a Hugging Face folder.")],
     bundle: Annotated[Path, typer.Argument(help="The folder to write; an older bundle there is replaced.")],
     stages: Annotated[
-        str | None, typer.Option(help="Graphs to export, comma-separated (generate, score). Default: all.")
+        str | None,
+        typer.Option(
+            help="Graphs, comma-separated: generate, score, encode (hidden states only). Default: generate,score."
+        ),
     ] = None,
     hidden_states: Annotated[
         str | None,

@@ -1,8 +1,8 @@
-"""Llama (https://arxiv.org/abs/2302.13971): the decoder of LLaMA 1 and 2, SmolLM and many others.
+"""Llama (https://arxiv.org/abs/2302.13971): the decoder of LLaMA 1, 2 and 3, SmolLM and many others.
 
 - pre-norm blocks: RMSNorm, grouped-query attention with rotary embeddings, RMSNorm, SwiGLU
 - biases only where the config says so; the output head may be tied to the embedding
-- rope scaling (Llama 3) is not built yet and refused
+- Llama 3 stretches its rotary embeddings
 
 Parameter names are those of transformers' ``LlamaForCausalLM``.
 """
@@ -17,7 +17,7 @@ from onnxscript import OpBuilder, nn
 
 from intaglio.exporters.architecture import Architecture
 from intaglio.exporters.checkpoints.gguf_decoder import decoder_config, decoder_name, interleaved_to_halves
-from intaglio.exporters.config import ConfigKeys, rope_theta
+from intaglio.exporters.config import ConfigKeys, RopeScaling, check_heads, rope_parameters, split_head_dim
 from intaglio.exporters.layers.attention import (
     append_to_cache,
     attention,
@@ -46,6 +46,7 @@ class LlamaConfig:
     head_dim: int
     rms_norm_eps: float
     rope_theta: float
+    rope_scaling: RopeScaling | None
     max_position_embeddings: int
     tie_word_embeddings: bool
     attention_bias: bool
@@ -56,26 +57,22 @@ class LlamaConfig:
         """Reads and checks a configuration. Raises ConfigError."""
         keys.refuse("hidden_act", unless=("silu",))
         keys.refuse("sliding_window")
-        keys.refuse("partial_rotary_factor", unless=(1, 1.0))
-        heads, hidden_size = keys.integer("num_attention_heads"), keys.integer("hidden_size")
+        heads = keys.integer("num_attention_heads")
         kv_heads = keys.integer("num_key_value_heads", absent=heads)
-        if heads % kv_heads:
-            raise keys.wrong("num_key_value_heads", f"is {kv_heads}, which does not divide {heads} query heads")
-        if not keys.has("head_dim") and hidden_size % heads:
-            raise keys.wrong("hidden_size", f"is {hidden_size}, which {heads} heads do not divide")
-        head_dim = keys.integer("head_dim", absent=hidden_size // heads)
-        if head_dim % 2:
-            raise keys.wrong("head_dim", f"is {head_dim}; rotary embeddings need an even one")
+        head_dim = split_head_dim(keys, heads)
+        check_heads(keys, heads, kv_heads, head_dim)
+        rope_theta, rope_scaling = rope_parameters(keys, head_dim)
         return cls(
             vocab_size=keys.integer("vocab_size"),
-            hidden_size=hidden_size,
+            hidden_size=keys.integer("hidden_size"),
             intermediate_size=keys.integer("intermediate_size"),
             num_hidden_layers=keys.integer("num_hidden_layers"),
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
             rms_norm_eps=keys.number("rms_norm_eps"),
-            rope_theta=rope_theta(keys),
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
             max_position_embeddings=keys.integer("max_position_embeddings", minimum=2),
             # Absent means without: none of these adds arithmetic that the file did not ask for.
             tie_word_embeddings=keys.boolean("tie_word_embeddings", absent=False),
@@ -146,7 +143,7 @@ class LlamaModel(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList([LlamaDecoderLayer(config) for _ in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = RotaryEmbedding(config.head_dim, config.rope_theta)
+        self.rotary_emb = RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling)
 
     def forward(
         self,
@@ -155,15 +152,18 @@ class LlamaModel(nn.Module):
         attention_mask_BT: ir.Value,
         position_ids_BS: ir.Value,
         past: Cache | None,
+        depth: int,
     ) -> tuple[list[ir.Value], Cache]:
+        """Runs the first ``depth`` layers; the norm belongs to the last one of the model."""
         mask = causal_mask(op, attention_mask_BT, input_ids_BS, past[0][0] if past else None)
         cos, sin = self.rotary_emb(op, position_ids_BS)
         hidden_states, present = [tap(self.embed_tokens(op, input_ids_BS))], []
-        for i, layer in enumerate(self.layers):
+        for i, layer in zip(range(depth), self.layers, strict=False):
             x_BSD, cache = layer(op, hidden_states[-1], mask, cos, sin, past[i] if past else None)
             hidden_states.append(x_BSD)
             present.append(cache)
-        hidden_states[-1] = tap(self.norm(op, hidden_states[-1]))
+        if depth == len(self.layers):
+            hidden_states[-1] = tap(self.norm(op, hidden_states[-1]))
         return hidden_states, present
 
 
@@ -183,7 +183,8 @@ class LlamaForCausalLM(nn.Module):
         past: Cache | None,
         last_only: bool,
     ) -> tuple[ir.Value, Cache, list[ir.Value]]:
-        hidden_states, present = self.model(op, input_ids_BS, attention_mask_BT, position_ids_BS, past)
+        depth = len(self.model.layers)
+        hidden_states, present = self.model(op, input_ids_BS, attention_mask_BT, position_ids_BS, past, depth)
         x_BSD = hidden_states[-1]
         if last_only:
             x_BSD = op.Slice(x_BSD, [-1], [np.iinfo(np.int64).max], [1])

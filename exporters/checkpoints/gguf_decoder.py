@@ -27,9 +27,24 @@ _KEYS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
     "max_position_embeddings": "context_length",
-    "rope_scaling": "rope.scaling.type",
-    "sliding_window": "attention.sliding_window",
 }
+
+# Parameter of rotary scaling -> GGUF key.
+_ROPE_SCALING = {
+    "rope_type": "rope.scaling.type",
+    "factor": "rope.scaling.factor",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
+}
+# What each type takes.
+_ROPE_TYPES = {
+    "linear": ("rope_type", "factor"),
+    "yarn": ("rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+}
+
+# Tensors that are read into the configuration: Llama 3's scaling, as what each frequency is divided by.
+CONFIG_TENSORS = ("rope_freqs.weight",)
 
 # Keys that change the arithmetic and have no counterpart above.
 _REFUSED = (
@@ -41,6 +56,9 @@ _REFUSED = (
     "residual_scale",
     "embedding_scale",
     "use_parallel_residual",
+    "attention.sliding_window",
+    "rope.dimension_sections",
+    "rope.scale_linear",
 )
 
 _LAYER = {
@@ -48,6 +66,8 @@ _LAYER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
@@ -62,13 +82,15 @@ def decoder_config(checkpoint: Checkpoint) -> ConfigKeys:
     metadata, source = checkpoint.metadata, str(checkpoint.path)
     architecture = metadata["general.architecture"]
     spelling = {key: f"{architecture}.{suffix}" for key, suffix in _KEYS.items()}
-    values: dict[str, Any] = {key: metadata[name] for key, name in spelling.items() if name in metadata}
-    if values.get("rope_scaling") == "none":
-        del values["rope_scaling"]
-    if values.get("sliding_window") == 0:
-        del values["sliding_window"]
+    spelling |= {f"rope_scaling.{key}": f"{architecture}.{suffix}" for key, suffix in _ROPE_SCALING.items()}
+    spelling["rope_freqs"] = CONFIG_TENSORS[0]
+    values: dict[str, Any] = {
+        key: metadata[name] for key, name in spelling.items() if key in _KEYS and name in metadata
+    }
+    values |= _rope_scaling(checkpoint, architecture)
     for suffix in _REFUSED:
-        if metadata.get(f"{architecture}.{suffix}"):
+        value = metadata.get(f"{architecture}.{suffix}")
+        if value is not None and (np.size(value) > 1 or np.any(value)):  # some are arrays
             raise ConfigError(f"{source}: {architecture}.{suffix} is set, which is not built yet")
     if "vocab_size" not in values and isinstance(metadata.get("tokenizer.ggml.tokens"), list):
         values["vocab_size"] = len(metadata["tokenizer.ggml.tokens"])
@@ -77,8 +99,41 @@ def decoder_config(checkpoint: Checkpoint) -> ConfigKeys:
     values["attention_bias"] = any(re.fullmatch(r"blk\.\d+\.attn_q\.bias", name) for name in tensors)
     values["mlp_bias"] = any(re.fullmatch(r"blk\.\d+\.ffn_gate\.bias", name) for name in tensors)
     values["hidden_act"] = "silu"
+    values["use_sliding_window"] = False
     _check_head_dims(metadata, architecture, values, source)
     return ConfigKeys(values, source, spelling)
+
+
+def _rope_scaling(checkpoint: Checkpoint, architecture: str) -> dict[str, Any]:
+    """``rope_scaling`` or ``rope_freqs`` where a file has them. Raises ConfigError for parameters not built."""
+    prefix, source = f"{architecture}.rope.scaling.", str(checkpoint.path)
+    found = {name: value for name, value in checkpoint.metadata.items() if name.startswith(prefix)}
+    found.pop(f"{prefix}finetuned", None)  # says how the model was trained, not what to compute
+    result: dict[str, Any] = {}
+    rope_type = found.pop(f"{prefix}type", "none")
+    if not isinstance(rope_type, str) or rope_type != "none":
+        if not isinstance(rope_type, str) or rope_type not in _ROPE_TYPES:
+            built = ", ".join(_ROPE_TYPES)
+            raise ConfigError(f"{source}: {prefix}type is {rope_type!r}, which is not built; built are {built}")
+        names = {key: f"{architecture}.{_ROPE_SCALING[key]}" for key in _ROPE_TYPES[rope_type][1:]}
+        values = {key: found.pop(name) for key, name in names.items() if name in found}
+        result["rope_scaling"] = {"rope_type": rope_type, **values}
+    # llama.cpp multiplies yarn's attention factor where transformers replaces it, so a file's own is ambiguous.
+    inert = ("original_context_length",) if rope_type in ("none", "linear") else ()
+    for name, value in found.items():
+        if name.removeprefix(prefix) not in inert:
+            raise ConfigError(f"{source}: {name} is {value!r}, which is not built with rope scaling {rope_type!r}")
+    for name in CONFIG_TENSORS:
+        tensor = checkpoint.tensors.get(name)
+        if tensor is None:
+            continue
+        if architecture != "llama":
+            raise ConfigError(f"{source}: has {name}, which {architecture} models do not use in llama.cpp")
+        rows = tensor.read()
+        if not isinstance(rows, np.ndarray) or rows.ndim != 1:
+            raise ConfigError(f"{source}: {name} is {tensor.storage} {list(tensor.shape)}, expected a plain vector")
+        result["rope_freqs"] = rows.astype(np.float64).tolist()
+    return result
 
 
 def _check_head_dims(metadata: Mapping[str, Any], architecture: str, values: Mapping[str, Any], source: str) -> None:

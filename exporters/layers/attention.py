@@ -7,12 +7,16 @@ from onnxscript import OpBuilder
 
 
 def causal_mask(
-    op: OpBuilder, attention_mask_BT: ir.Value, input_ids_BS: ir.Value, past_key: ir.Value | None
+    op: OpBuilder,
+    attention_mask_BT: ir.Value,
+    input_ids_BS: ir.Value,
+    past_key: ir.Value | None,
+    sliding_window: int | None = None,
 ) -> ir.Value:
-    """The one boolean mask of a graph, ``[B, 1, S, T]``: True where a query may see a key.
+    """The boolean mask of all layers with one window, ``[B, 1, S, T]``: True where a query may see a key.
 
-    A query sees the valid keys up to its own position, and always itself: a padding row would otherwise
-    see nothing, and its softmax would be NaN.
+    A query sees the valid keys up to its own position, of those only the last ``sliding_window`` (itself
+    included), and always itself: a padding row would otherwise see nothing, and its softmax would be NaN.
     """
     keys_T = _count_up(op, op.Shape(attention_mask_BT, start=1, end=2))
     queries_S = _count_up(op, op.Shape(input_ids_BS, start=1, end=2))
@@ -20,6 +24,8 @@ def causal_mask(
         queries_S = op.Add(queries_S, op.Shape(past_key, start=2, end=3))
     queries_S1 = op.Unsqueeze(queries_S, [-1])
     causal_ST = op.LessOrEqual(keys_T, queries_S1)
+    if sliding_window is not None:
+        causal_ST = op.And(causal_ST, op.Greater(keys_T, op.Sub(queries_S1, sliding_window)))
     itself_ST = op.Equal(keys_T, queries_S1)
     valid_B11T = op.Unsqueeze(op.Cast(attention_mask_BT, to=ir.DataType.BOOL), [1, 2])
     return op.And(causal_ST, op.Or(valid_B11T, itself_ST))

@@ -2,19 +2,21 @@
 
 ``generate`` is prefill and decode with a key-value cache; its logits are those of the last position only,
 since the head over a whole prompt is the largest tensor of a run and nothing reads it. ``score`` has no
-cache and gives the logits of every position.
+cache and gives the logits of every position. ``encode`` gives chosen hidden states only, as text encoders do:
+it stops at the last layer that they need.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import onnx_ir as ir
 from onnxscript import OpBuilder, nn
 
 from intaglio.exporters.architecture import Input, Stage
 from intaglio.exporters.bundle import Dim
+from intaglio.exporters.config import RopeScaling, context_length
 
 # Past keys and values of each layer, both [B, K, P, E].
 Cache = list[tuple[ir.Value, ir.Value]]
@@ -33,6 +35,8 @@ class DecoderConfig(Protocol):
     def head_dim(self) -> int: ...
     @property
     def max_position_embeddings(self) -> int: ...
+    @property
+    def rope_scaling(self) -> RopeScaling | None: ...
 
 
 def decoder_stages(config: DecoderConfig, hidden_state_layers: tuple[int, ...]) -> dict[str, Stage]:
@@ -40,7 +44,8 @@ def decoder_stages(config: DecoderConfig, hidden_state_layers: tuple[int, ...]) 
 
     The model returns logits, the new cache, and its hidden states: the embeddings, the output of each layer but
     the last, and the final norm's output, as transformers numbers them. Those named in ``hidden_state_layers``
-    become outputs.
+    become outputs. Its ``model`` runs a given number of layers: ``(input_ids, …, past, depth)``. The stage
+    ``encode`` is there if hidden states are, and is exported when it is asked for.
     """
     cache_shape = ("batch", config.num_key_value_heads, "past_sequence", config.head_dim)
     present_shape = ("batch", config.num_key_value_heads, "total_sequence", config.head_dim)
@@ -69,10 +74,19 @@ def decoder_stages(config: DecoderConfig, hidden_state_layers: tuple[int, ...]) 
         logits, _, hidden_states = model(op, x["input_ids"], x["attention_mask"], x["position_ids"], None, False)
         return outputs(logits, "sequence", hidden_states)
 
-    return {
+    def encode(model: Any, op: OpBuilder, x: Mapping[str, ir.Value]) -> dict[str, ir.Value]:
+        depth = max(hidden_state_layers)
+        tokens = (x["input_ids"], x["attention_mask"], x["position_ids"])
+        hidden_states, _ = model.model(op, *tokens, None, depth)
+        return {f"hidden_states.{layer}": hidden_states[layer] for layer in hidden_state_layers}
+
+    stages = {
         "generate": Stage((*_token_inputs("total_sequence"), *cache_inputs), generate),
         "score": Stage(_token_inputs("sequence"), score),
     }
+    if hidden_state_layers:
+        stages["encode"] = Stage(_token_inputs("sequence"), encode, by_default=False)
+    return stages
 
 
 def _token_inputs(mask_length: str) -> tuple[Input, ...]:
@@ -85,7 +99,7 @@ def _token_inputs(mask_length: str) -> tuple[Input, ...]:
 
 def decoder_dims(config: DecoderConfig) -> dict[str, Dim]:
     """The dims table of :func:`decoder_stages`."""
-    context = config.max_position_embeddings
+    context = context_length(config.max_position_embeddings, config.rope_scaling)
     return {
         "batch": Dim(min=1, opt=1, max=64),
         "sequence": Dim(min=1, opt=1, max=context),

@@ -97,7 +97,7 @@ def test_config_can_be_set(tmp_path: Path) -> None:
         intaglio.export(folder, tmp_path / "bundle")
     bundle = intaglio.export(folder, tmp_path / "bundle", config={"rope_theta": 500.0})
     assert bundle.config["rope_theta"] == 500.0
-    with pytest.raises(ConfigError, match="rope_thet: not a key of llama"):
+    with pytest.raises(ConfigError, match="rope_thet: llama does not read it; read are attention_bias"):
         intaglio.export(folder, tmp_path / "bundle", config={"rope_theta": 1.0, "rope_thet": 500.0})
 
 
