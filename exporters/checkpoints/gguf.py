@@ -7,6 +7,7 @@ know, and maps the file. Format: https://github.com/ggml-org/ggml/blob/master/do
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -78,13 +79,20 @@ def _is_count(value: object) -> bool:
 
 
 def _join(opened: Path, part: _Part, stem: str, count: int) -> Checkpoint:
-    paths = [opened.with_name(f"{stem}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
-    missing = [path.name for path in paths if not path.is_file()]
+    names = [f"{stem}-{i + 1:05}-of-{count:05}.gguf" for i in range(count)]
+    try:
+        present = set(os.listdir(opened.parent))
+    except OSError as error:
+        raise CheckpointError(
+            f"{opened.parent}: cannot be listed for the parts of a file ({error.strerror})"
+        ) from error
+    missing = [name for name in names if name not in present]
     if missing:
         raise CheckpointError(
             f"{opened}: {len(missing)} of {count} parts are missing in {opened.parent}: "
             f"{', '.join(missing[:20])}. Fetch them and try again."
         )
+    paths = [opened.with_name(name) for name in names]
     parts = [part if path == opened else _read_part(path) for path in paths]
     tensors: dict[str, CheckpointTensor] = {}
     homes: dict[str, Path] = {}

@@ -37,6 +37,10 @@ _MAX_VALUES = (1 << 63) - 1
 _MAX_NESTING = 4
 # What Python keeps for one tensor: its object, name, shape and place in dicts.
 _TENSOR_MEMORY = 1200
+_ARRAY_MEMORY = 512
+_PAIR_MEMORY = 400
+# What any file may take, whatever its size; half as much again as its size is allowed on top.
+MEMORY_FLOOR = 48 << 20
 
 
 class GgufMetadata(dict[str, Any]):
@@ -146,7 +150,7 @@ class _Cursor:
         self.position = 0
         self._window = bytearray()
         self._start = 0
-        self._budget = file.size * 3 // 2 + (48 << 20)
+        self._budget = file.size * 3 // 2 + MEMORY_FLOOR
 
     def take(self, length: int) -> bytearray:
         at = self.position - self._start
@@ -185,19 +189,19 @@ class _Cursor:
 
     def string(self, what: str) -> str:
         raw = self.take(self.unsigned(8))
-        if len(raw) > self._WINDOW:
-            # One character beyond the basic plane makes four bytes of each.
-            self.charge(len(raw) if raw.isascii() else 4 * len(raw))
+        # One character beyond the basic plane makes four bytes of each. Paid back when the true size is known.
+        most = len(raw) * (2 if raw.isascii() else 5)
+        self.charge(most)
         try:
             text = raw.decode("utf-8")
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{self.file.path}: {what} is not UTF-8 ({bytes(raw[:40])!r})") from error
-        self.charge(sys.getsizeof(text) + 8)
+        self.charge(sys.getsizeof(text) + 8 - most)
         return text
 
     def value(self, key: str) -> tuple[Any, tuple[int, ...]]:
         kind = self.unsigned(4)
-        self.charge(256)
+        self.charge(_PAIR_MEMORY)
         if kind in SCALARS:
             return self._numbers(kind, 1, key)[0].item(), (kind,)
         if kind == STRING:
@@ -218,7 +222,7 @@ class _Cursor:
         if kind in SCALARS:
             size = np.dtype(SCALARS[kind]).itemsize
             self.expect(count, size, f"values of {key}")
-            self.charge(count * size + 256)
+            self.charge(count * size + _ARRAY_MEMORY)
             return self._numbers(kind, count, key)
         if kind == STRING:
             self.expect(count, 8, f"strings of {key}")
