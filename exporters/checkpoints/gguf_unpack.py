@@ -68,8 +68,9 @@ def q8_0(blocks: np.ndarray) -> GroupedQuantRows:
 
 
 def _product(block_scale: np.ndarray, integers: np.ndarray) -> np.ndarray:
-    # At most 11 + 8 significant bits, so nothing is rounded.
-    return _groups(block_scale.astype(np.float32)[..., None] * integers.astype(np.float32))
+    # At most 11 + 8 significant bits, so nothing is rounded. An infinite scale stays what it is.
+    with np.errstate(invalid="ignore"):
+        return _groups(block_scale.astype(np.float32)[..., None] * integers.astype(np.float32))
 
 
 def q2_k(blocks: np.ndarray) -> GroupedQuantRows:
