@@ -39,6 +39,7 @@ _MAX_NESTING = 4
 _TENSOR_MEMORY = 1200
 _ARRAY_MEMORY = 512
 _PAIR_MEMORY = 400
+_LIST_MEMORY = 128
 # What any file may take, whatever its size; half as much again as its size is allowed on top.
 MEMORY_FLOOR = 48 << 20
 
@@ -226,11 +227,11 @@ class _Cursor:
             return self._numbers(kind, count, key)
         if kind == STRING:
             self.expect(count, 8, f"strings of {key}")
-            self.charge(count * 8)
+            self.charge(_LIST_MEMORY)
             return [self.string(key) for _ in range(count)]
         if kind == ARRAY and nesting < _MAX_NESTING:
             self.expect(count, 12, f"arrays of {key}")
-            self.charge(count * 8)
+            self.charge(_LIST_MEMORY)
             return [self._array(key, self.unsigned(4), nesting + 1) for _ in range(count)]
         raise CheckpointError(
             f"{self.file.path}: {key} is an array of type {kind} at depth {nesting}; expected numbers, strings, "

@@ -317,11 +317,13 @@ def test_a_file_that_got_shorter_since_is_an_error(tmp_path: Path) -> None:
     [
         _array(8, 60_000, text("ab") * 60_000),
         _array(9, 20_000, struct.pack("<IQ", 0, 0) * 20_000),
+        _array(9, 40_000, struct.pack("<IQ", 8, 0) * 40_000),
+        _array(9, 40_000, struct.pack("<IQ", 9, 0) * 40_000),
         start(0, 1) + text("k") + struct.pack("<I", 8) + text(b"a" * 1_200_000 + "\U0001f642".encode()),
         start(0, 10_000) + b"".join(text(f"{i:x}") + struct.pack("<IB", 0, 1) for i in range(10_000)),
         start(3_000, 0) + b"".join(info(f"{i:x}", (), 0, 0) for i in range(3_000)),
     ],
-    ids=["strings", "arrays", "wide string", "keys", "tensors"],
+    ids=["strings", "arrays", "lists of strings", "lists of arrays", "wide string", "keys", "tensors"],
 )
 def test_small_things_that_are_large_in_memory_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raw: bytes

@@ -219,6 +219,8 @@ def _with(array: np.ndarray, at: tuple[int, int], value: float, dtype: Any = Non
          "row 1, group 0 has the scale 1000000.0, which is no finite float16"),
         (quantized(_CODES, _with(_SCALES, (1, 0), np.nan), None, GroupedQuantFormat(4, 32, 8)), "Q8_0",
          "row 1, group 0 has the scale nan, which is no finite float16"),
+        (quantized(_CODES, _with(_SCALES, (1, 0), np.inf), None, GroupedQuantFormat(4, 32, 8)), "Q8_0",
+         "row 1, group 0 has the scale inf, which is no finite float16"),
         (quantized(_CODES, _SCALES, _with(_SCALES * 0, (2, 1), 0.1), GroupedQuantFormat(4, 32, 8)), "Q4_0",
          "row 2, group 1 has the offset 0.0999755859375, no small multiple of its scale 0.25; the type has no minimum"),
         (quantized(_CODES, _SCALES, _with(_SCALES * 0, (0, 1), 1e-9, np.float32), GroupedQuantFormat(4, 32, 0)), "Q4_1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import zipfile
@@ -52,6 +53,13 @@ def test_a_type_that_is_not_read_is_listed_and_refused_when_read(tmp_path: Path)
     assert (tensor.storage, tensor.shape) == ("F4_E2M1", (4,))
     with pytest.raises(CheckpointError, match=r"m.safetensors: w: is stored as 'F4_E2M1'; read are F64, F32"):
         tensor.read()
+
+
+def test_rows_without_values_are_one_chunk(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(safetensors_bytes({"w": entry(0, 0, [1 << 40, 0])}))
+    chunks = list(itertools.islice(open_checkpoint(path).tensors["w"].chunks(1024), 3))
+    assert [(first, np.asarray(rows).shape) for first, rows in chunks] == [(0, (1 << 40, 0))]
 
 
 # --- shards --------------------------------------------------------------------------------------------------
@@ -173,6 +181,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "past the end": (safetensors_bytes({"a": entry(0, 8, [2])}, bytes(7)), "a: lies at bytes .* but the file has"),
     "far past the end": (safetensors_bytes({"a": entry(0, 1 << 60, [1 << 58])}), "a: lies at bytes"),
     "shape and offsets": (safetensors_bytes({"a": entry(0, 8, [3])}, bytes(8)), r"F32 of shape \[3\] takes 12 bytes"),
+    "offsets and shape": (safetensors_bytes({"a": entry(0, 8, [1])}, bytes(8)), "takes 4 bytes, but data_offsets"),
     "empty shape and offsets": (safetensors_bytes({"a": entry(0, 0, [])}), r"of shape \[\] takes 4 bytes, .* give 0"),
     "overflowing shape": (safetensors_bytes({"a": entry(0, 4, [1 << 32, 1 << 32])}, bytes(4)), "a: has the shape"),
     "wrapping shape": (safetensors_bytes({"a": entry(0, 0, [1 << 62, 0, 1 << 62])}), "a: has the shape"),
