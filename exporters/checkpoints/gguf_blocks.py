@@ -1,8 +1,4 @@
-"""The tensor types of GGUF: sizes of all, and how the block-quantized ones become grouped-quantized rows.
-
-A block holds its scale (and minimum) beside its codes; here they are taken apart, exactly: codes and
-scales are the file's, element for element. Layouts: ggml's ``ggml-common.h``.
-"""
+"""The tensor types of GGUF: sizes of all, and which of them are read as grouped-quantized rows."""
 
 from __future__ import annotations
 
@@ -13,8 +9,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from intaglio.exporters.checkpoints.tensors import CheckpointTensor, FileBytes, QuantizedLayout
-from intaglio.kernels.grouped_quant import GroupedQuantFormat, GroupedQuantRows, pack_codes
+from intaglio.errors import CheckpointError
+from intaglio.exporters.checkpoints import gguf_unpack
+from intaglio.exporters.checkpoints.tensors import CheckpointTensor, FileBytes, QuantizedLayout, Rows
+from intaglio.kernels.grouped_quant import GroupedQuantFormat, GroupedQuantRows
 
 DENSE_TYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
@@ -22,7 +20,8 @@ DENSE_TYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 
-# id -> (name, values a block, bytes a block), for every type that ggml has published.
+# id -> (name, values a block, bytes a block), for every type that ggml has published. Id 42 has three
+# meanings and stands in gguf_type42; 41 is ggml's Q1_0 and oxibonsai's Q1_0_g128, one layout.
 TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20),
     6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 36),
@@ -32,71 +31,96 @@ TYPES: dict[int, tuple[str, int, int]] = {
     22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2),
     26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56),
     30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36), 41: ("Q1_0_g128", 128, 18), 142: ("PQ2_0", 128, 34),
 }  # fmt: skip
-
-
-def _float16(blocks: np.ndarray, at: int) -> np.ndarray:
-    return np.ascontiguousarray(blocks[..., at : at + 2]).view("<f2")[..., 0]
-
-
-def _nibbles(blocks: np.ndarray, at: int) -> np.ndarray:
-    # ggml keeps value i in the low and value i + 16 in the high half of byte i.
-    quants = blocks[..., at : at + 16]
-    values = np.concatenate([quants & 0x0F, quants >> 4], axis=-1)
-    return pack_codes(values.reshape(values.shape[0], -1), 4)
-
-
-_NO_OFFSETS = np.zeros((), np.float16)
-
-
-def _q4_0(blocks: np.ndarray) -> GroupedQuantRows:
-    return GroupedQuantRows(_nibbles(blocks, 2), _float16(blocks, 0), _NO_OFFSETS)
-
-
-def _q4_1(blocks: np.ndarray) -> GroupedQuantRows:
-    return GroupedQuantRows(_nibbles(blocks, 4), _float16(blocks, 0), _float16(blocks, 2))
-
-
-def _q8_0(blocks: np.ndarray) -> GroupedQuantRows:
-    # int8 values, held as code + 128: the sign bit flipped.
-    codes = (blocks[..., 2:] ^ np.uint8(0x80)).reshape(blocks.shape[0], -1)
-    return GroupedQuantRows(codes, _float16(blocks, 0), _NO_OFFSETS)
 
 
 @dataclass(frozen=True)
 class BlockType:
-    """A block-quantized type that is read: its layout and its decoder from blocks ``[rows, blocks, bytes]``."""
+    """A block-quantized type that is read: its layout and its decoder from blocks ``[rows, blocks, bytes]``.
+
+    ``ternary`` types have a fourth code that nothing may use.
+    """
 
     layout: QuantizedLayout
     decode: Callable[[np.ndarray], GroupedQuantRows]
+    ternary: bool = False
 
 
-_HALF = np.dtype(np.float16)
+def _layout(
+    bits: int, group_size: int, zero_point: int, *, dtype: str = "f2", offsets: bool = False
+) -> QuantizedLayout:
+    return QuantizedLayout(GroupedQuantFormat(bits, group_size, zero_point), np.dtype(dtype), offsets)
+
+
 BLOCK_TYPES: dict[str, BlockType] = {
-    "Q4_0": BlockType(QuantizedLayout(GroupedQuantFormat(4, 32, 8), _HALF, False), _q4_0),
-    "Q4_1": BlockType(QuantizedLayout(GroupedQuantFormat(4, 32, 0), _HALF, True), _q4_1),
-    "Q8_0": BlockType(QuantizedLayout(GroupedQuantFormat(8, 32, 128), _HALF, False), _q8_0),
+    "Q4_0": BlockType(_layout(4, 32, 8), gguf_unpack.q4_0),
+    "Q4_1": BlockType(_layout(4, 32, 0, offsets=True), gguf_unpack.q4_1),
+    "Q5_0": BlockType(_layout(8, 32, 16), gguf_unpack.q5_0),
+    "Q5_1": BlockType(_layout(8, 32, 0, offsets=True), gguf_unpack.q5_1),
+    "Q8_0": BlockType(_layout(8, 32, 128), gguf_unpack.q8_0),
+    "Q2_K": BlockType(_layout(2, 16, 0, dtype="f4", offsets=True), gguf_unpack.q2_k),
+    "Q3_K": BlockType(_layout(4, 16, 4, dtype="f4"), gguf_unpack.q3_k),
+    "Q4_K": BlockType(_layout(4, 32, 0, dtype="f4", offsets=True), gguf_unpack.q4_k),
+    "Q5_K": BlockType(_layout(8, 32, 0, dtype="f4", offsets=True), gguf_unpack.q5_k),
+    "Q6_K": BlockType(_layout(8, 16, 32, dtype="f4"), gguf_unpack.q6_k),
+    "TQ1_0": BlockType(_layout(2, 256, 1), gguf_unpack.tq1_0),
+    "TQ2_0": BlockType(_layout(2, 256, 1), gguf_unpack.tq2_0),
+    "TQ2_0_g128": BlockType(_layout(2, 128, 1), gguf_unpack.tq2_0_g128, ternary=True),
+    "Q1_0_g128": BlockType(_layout(2, 128, 1), gguf_unpack.q1_0_g128),
 }
 
 
 @dataclass(frozen=True)
-class BlockTensor(CheckpointTensor):
-    """A block-quantized matrix ``[out, in]`` of a GGUF file."""
+class StoredTensor(CheckpointTensor):
+    """A tensor of blocks in a GGUF file, as bytes: ``type_id`` is the file's, ``offset`` is from its start."""
 
     file: FileBytes
     offset: int
-    block_type: BlockType
+    type_id: int
     block_values: int
     block_bytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        values = 1
+        for n in self.shape[1:] if len(self.shape) > 1 else self.shape:
+            values *= n
+        return values // self.block_values * self.block_bytes
+
+
+@dataclass(frozen=True)
+class BlockTensor(StoredTensor):
+    """A block-quantized matrix ``[out, in]`` of a GGUF file."""
+
+    block_type: BlockType
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", self.block_type.layout)
 
-    @property
-    def row_bytes(self) -> int:
-        return self.shape[-1] // self.block_values * self.block_bytes
-
     def read_rows(self, start: int, stop: int) -> GroupedQuantRows:
         raw = self.file.read(self.offset + start * self.row_bytes, (stop - start) * self.row_bytes)
         blocks = np.frombuffer(raw, np.uint8).reshape(stop - start, -1, self.block_bytes)
-        return self.block_type.decode(blocks)
+        rows = self.block_type.decode(blocks)
+        if self.block_type.ternary:
+            self._check_ternary(rows.codes, start)
+        return rows
+
+    def _check_ternary(self, codes: np.ndarray, start: int) -> None:
+        both_bits = codes & codes >> np.uint8(1) & np.uint8(0x55)
+        if both_bits.any():
+            row, byte = np.argwhere(both_bits)[0]
+            raise CheckpointError(
+                f"{self.file.path}: {self.name}: row {start + row}, group {byte * 4 // self.block_values} holds the "
+                f"code 3, expected 0, 1 or 2 in {self.storage}; the file is damaged, or another layout of its type id"
+            )
+
+
+@dataclass(frozen=True)
+class OpaqueTensor(StoredTensor):
+    """A tensor whose size is known, but whose values are not read. Its bytes can be copied to another file."""
+
+    why: str
+
+    def read_rows(self, start: int, stop: int) -> Rows:
+        raise CheckpointError(self.why)

@@ -7,6 +7,8 @@ Format: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import json
+import os
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,13 @@ from intaglio.exporters.checkpoints.tensors import (
 
 # The published limit of the format; a larger length is not a header.
 _MAX_HEADER = 100_000_000
+# JSON takes up to so many bytes in memory for each of its own (a list in a list: 88 for two). A real header is
+# far below the part of its file that this allows.
+_PARSED = 48
+_MEMORY_FLOOR = 64 << 20
+# What NumPy holds.
+_MAX_DIMENSIONS = 32
+_MAX_VALUES = (1 << 59) - 1
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
@@ -72,9 +81,9 @@ def _read_shards(folder: Path, index: Path) -> tuple[dict[str, CheckpointTensor]
         raise CheckpointError(f"{index}: has no `weight_map` from tensor names to file names")
     names = sorted(set(weight_map.values()))
     for name in names:
-        if not name or Path(name).name != name:
+        if name in ("", "..") or Path(name).name != name:
             raise CheckpointError(f"{index}: names the shard {name!r}; a shard must be a file beside its index")
-    missing = [name for name in names if not (folder / name).is_file()]
+    missing = [name for name in names if not os.path.isfile(folder / name)]
     if missing:
         raise CheckpointError(
             f"{index}: {len(missing)} of {len(names)} shards are missing in {folder}: {', '.join(missing)}. "
@@ -106,6 +115,11 @@ def _read_file(path: Path) -> dict[str, CheckpointTensor]:
             f"{path}: says its header has {length} bytes, but the file has {file.size} "
             f"(and a header at most {_MAX_HEADER}); it is cut short or not safetensors"
         )
+    if length * _PARSED > 2 * file.size + _MEMORY_FLOOR:
+        raise CheckpointError(
+            f"{path}: says its header has {length} bytes of the file's {file.size}, and would take more memory than "
+            "twice the file and 64 MiB; no model's does, so it is damaged"
+        )
     try:
         header = json.loads(file.read(8, length), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
@@ -125,21 +139,34 @@ def _tensor(path: Path, file: FileBytes, start: int, name: str, entry: Any) -> t
     try:
         storage, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: {name}: expected dtype, shape and data_offsets, found {entry!r}") from error
+        raise CheckpointError(
+            f"{path}: {name}: expected dtype, shape and data_offsets, found {reprlib.repr(entry)}"
+        ) from error
     numbers = [*shape, begin, end] if isinstance(shape, list) else [None]
     if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
         raise CheckpointError(
-            f"{path}: {name}: shape {shape!r} and data_offsets [{begin!r}, {end!r}] must be integers >= 0"
+            f"{path}: {name}: shape {reprlib.repr(shape)} and data_offsets {reprlib.repr([begin, end])} "
+            "must be integers >= 0"
         )
+    if not isinstance(storage, str):
+        raise CheckpointError(f"{path}: {name}: dtype is {reprlib.repr(storage)}, expected a name such as 'BF16'")
     if begin > end or start + end > file.size:
         raise CheckpointError(
             f"{path}: {name}: lies at bytes {start + begin} to {start + end}, but the file has {file.size}; "
             "it is cut short or its header lies. Fetch it again."
         )
-    dtype = _DTYPES.get(storage) if isinstance(storage, str) else None
+    values = 1
+    for n in shape:
+        values *= max(n, 1)
+    if len(shape) > _MAX_DIMENSIONS or values > _MAX_VALUES:
+        raise CheckpointError(
+            f"{path}: {name}: has the shape {reprlib.repr(shape)}, expected at most {_MAX_DIMENSIONS} sizes and "
+            "2^59 values"
+        )
+    dtype = _DTYPES.get(storage)
     if dtype is None:
         why = f"{path}: {name}: is stored as {storage!r}; read are {', '.join(_DTYPES)}"
-        return UnreadableTensor(name, tuple(shape), str(storage), why), (begin, end)
+        return UnreadableTensor(name, tuple(shape), storage, why), (begin, end)
     expected = dtype.itemsize
     for n in shape:
         expected *= n
@@ -171,7 +198,10 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        size = path.stat().st_size
+        if size > _MAX_HEADER:
+            raise CheckpointError(f"{path}: has {size} bytes, expected at most {_MAX_HEADER} of JSON")
+        content = json.loads(path.read_bytes(), object_pairs_hook=_no_duplicates)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from error
     if not isinstance(content, dict):

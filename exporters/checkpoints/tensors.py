@@ -122,7 +122,7 @@ class CheckpointTensor(ABC):
 
     def chunks(self, chunk_bytes: int) -> Iterator[tuple[int, Rows]]:
         """All rows in order, as ``(first row, rows)`` of about ``chunk_bytes`` of file each."""
-        step = max(1, chunk_bytes // max(1, self.row_bytes))
+        step = max(1, chunk_bytes // self.row_bytes) if self.row_bytes else max(1, self.row_count)
         for start in range(0, self.row_count, step):
             yield start, self.read_rows(start, min(start + step, self.row_count))
 
@@ -161,6 +161,31 @@ class UnreadableTensor(CheckpointTensor):
 
     def read_rows(self, start: int, stop: int) -> Rows:
         raise CheckpointError(self.why)
+
+
+@dataclass(frozen=True)
+class ArrayTensor(CheckpointTensor):
+    """A tensor in memory, for writers: dense rows of ``shape``, or quantized rows with their layout."""
+
+    rows: Rows
+    quantized: QuantizedLayout | None = None
+
+    def __post_init__(self) -> None:
+        dense = isinstance(self.rows, np.ndarray)
+        if dense != (self.quantized is None):
+            raise ValueError(f"{self.name}: a layout belongs to quantized rows, and only to them")
+        object.__setattr__(self, "dtype", self.rows.dtype if isinstance(self.rows, np.ndarray) else None)
+        object.__setattr__(self, "layout", self.quantized)
+
+    @property
+    def row_bytes(self) -> int:
+        parts = [self.rows] if isinstance(self.rows, np.ndarray) else [self.rows.codes, self.rows.scales]
+        return sum(part.nbytes for part in parts) // max(1, self.row_count)
+
+    def read_rows(self, start: int, stop: int) -> Rows:
+        if isinstance(self.rows, np.ndarray):
+            return (self.rows if len(self.shape) > 1 else self.rows.reshape(1, *self.shape))[start:stop]
+        return _take(self.rows, slice(start, stop))
 
 
 @dataclass(frozen=True)
@@ -220,7 +245,8 @@ class Checkpoint:
     """An open checkpoint.
 
     ``format`` is ``gguf`` or ``safetensors``; ``files`` are its weight files; ``config`` is the content
-    of ``config.json`` (empty where there is none) and ``metadata`` what a GGUF header says.
+    of ``config.json`` (empty where there is none) and ``metadata`` what a GGUF header says. ``notes`` are
+    sentences on what a reader had to decide or found odd, to be shown to whoever inspects the file.
     """
 
     path: Path
@@ -229,3 +255,4 @@ class Checkpoint:
     files: tuple[Path, ...]
     config: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
