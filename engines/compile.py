@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from intaglio.errors import CompileError, InputError
 from intaglio.exporters.bundle import Bundle, read_bundle
 from intaglio.exporters.folder import replaced_folder
 from intaglio.progress import Progress, ProgressCallback
+
+_log = logging.getLogger(__name__)
 
 
 def compile_bundle(
@@ -63,9 +66,12 @@ def _build_stage(
     cached = cache.fetch(identity.key(), graph)
     if cached is not None:
         try:
-            return StageReport.model_validate({**cached, "from_cache": True})
+            report = StageReport.model_validate({**cached, "from_cache": True})
+            _log.info("%s: from the cache, %s", stage, identity.key())
+            return report
         except ValidationError:
             pass  # an entry of another version: build
+    _log.info("%s: building %s", stage, identity.key())
     source = folder / bundle.stages[stage].file
     _check_graph(source, bundle.stages[stage].sha256)
     lowered = module.lower(ir.load(source))

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ from intaglio.exporters.weights import Part, plan_weights, write_weights
 from intaglio.progress import Progress, ProgressCallback
 
 _TOKENIZER_FOLDER = "tokenizer"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ def _plan(
 ) -> _Plan:
     checkpoint = open_checkpoint(source)
     architecture, keys = find_architecture(checkpoint)
+    _log.info("%s: %s, read as %s", source, checkpoint.format, architecture.name)
     keys = keys.overridden(overrides)
     config = architecture.read_config(keys)
     if unknown := sorted(set(overrides) - keys.asked):
