@@ -287,6 +287,10 @@ GGUFS = [
     TinyGGUF(GGUF_MODELS["llama-biases"], gguf.GGMLQuantizationType.Q4_0, {"type": "none"}),
     TinyGGUF(GGUF_MODELS["qwen2-yarn"], gguf.GGMLQuantizationType.Q8_0, YARN_BETAS),
     TinyGGUF(GGUF_MODELS["qwen3"], gguf.GGMLQuantizationType.Q4_1),
+    *(
+        TinyGGUF(GGUF_MODELS["llama-wide"], gguf.GGMLQuantizationType[storage])
+        for storage in ("Q4_K", "Q5_1", "Q6_K", "TQ1_0", "TQ2_0")
+    ),
 ]
 
 
@@ -298,7 +302,8 @@ def test_gguf_equals_the_dequantized_model(tmp_path: Path, written: TinyGGUF) ->
     engine = open_engine(tmp_path / "bundle")
     assert engine.bundle.unused_tensors == ()
     matrices = [info for info in engine.bundle.quantization if info.storage == written.storage.name]
-    assert len(matrices) == 1 and (matrices[0].group_size == 32) == (written.storage.name != "F32")
+    group_size = {"F32": None, "Q6_K": 16, "TQ1_0": 256, "TQ2_0": 256}.get(written.storage.name, 32)
+    assert [info.group_size for info in matrices] == [group_size]
     case = Case(written.tiny, oracle, engine)
     ids = random_ids(case, 2, 40)
     expected, _ = run_oracle(case, ids, [])

@@ -127,6 +127,8 @@ TINY_MODELS = [
 
 # Widths that blocks of 32 divide.
 _BLOCKS = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+# And those of K-quants and ternary types 256.
+_K_BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}
 
 GGUF_MODELS = {
     tiny.name: tiny
@@ -137,5 +139,6 @@ GGUF_MODELS = {
         TinyModel("llama-biases", _llama(**_BLOCKS, attention_bias=True, tie_word_embeddings=True)),
         TinyModel("qwen2-yarn", _qwen2(**_BLOCKS, **_scaled("yarn", **_YARN_BETAS))),
         TinyModel("qwen3", _qwen3(**{**_BLOCKS, "head_dim": 32})),
+        TinyModel("llama-wide", _llama(**_K_BLOCKS, num_hidden_layers=1)),
     ]
 }
