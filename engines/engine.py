@@ -14,7 +14,6 @@ from intaglio.engines.identity import Identity, stage_identity
 from intaglio.engines.report import Report
 from intaglio.errors import EngineError, InputError
 from intaglio.exporters.bundle import Bundle, Dim, read_bundle
-from intaglio.exporters.folder import recover_folder
 
 TARGETS = ("cpu",)
 ENGINE_FILE, REPORT_FILE = "engine.json", "report.json"
@@ -75,7 +74,6 @@ def open_engine(bundle: str | Path, target: str = "cpu") -> Engine:
     described = read_bundle(folder)
     module = target_module(target)
     path = engine_path(folder, target)
-    recover_folder(path)
     again = f"`intaglio compile {folder} --target {target}`"
     if not (path / ENGINE_FILE).is_file():
         raise EngineError(f"{path}: no engine there; build it with {again}")

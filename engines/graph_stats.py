@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import onnx_ir as ir
 
@@ -44,3 +45,10 @@ def count_fallbacks(model: ir.Model) -> dict[str, int]:
     """Nodes of our own ops that still have a body in the file, and so run as that body."""
     with_body = {key[1] for key in model.functions if key[0] == DOMAIN}
     return dict(Counter(node.op_type for node in model.graph.all_nodes() if node.op_type in with_body))
+
+
+def output_order(graph: Path) -> list[str]:
+    """The names of a graph's outputs in the order in which they are computed."""
+    model = ir.load(graph)
+    position = {value: i for i, node in enumerate(model.graph) for value in node.outputs}
+    return [str(v.name) for v in sorted(model.graph.outputs, key=lambda value: position.get(value, -1))]

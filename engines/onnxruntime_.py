@@ -14,6 +14,6 @@ def import_onnxruntime() -> Any:
         return importlib.import_module("onnxruntime")
     except ImportError as error:
         raise RuntimeMissingError(
-            f"onnxruntime cannot be imported ({error}). Install one of the two: pip install 'intaglio[cpu]', or "
-            "pip install 'intaglio[cuda]' for NVIDIA GPUs."
+            f"onnxruntime cannot be imported ({error}). Install intaglio with one of its extras, "
+            "`cpu` (the package onnxruntime) or `cuda` (onnxruntime-gpu): from a checkout, pip install '.[cpu]'"
         ) from error

@@ -46,7 +46,9 @@ def run_tract(graph: Path, feeds: Feeds) -> dict[str, np.ndarray]:
     try:
         tract = importlib.import_module("tract")
     except ImportError as error:
-        raise RuntimeMissingError(f"tract cannot be imported ({error}): pip install 'intaglio[oracles]'") from error
+        raise RuntimeMissingError(
+            f"tract cannot be imported ({error}): install the extra `tract`, or the package of that name"
+        ) from error
     model = lower_for_tract(ir.load(graph))
     names = [str(value.name) for value in model.graph.outputs]
     # Beside the bundle's files: tract takes no weights through a path that leads elsewhere, but a hard link.

@@ -101,6 +101,8 @@ def find_architecture(checkpoint: Checkpoint) -> tuple[Architecture, ConfigKeys]
                 f"{source}: has {key}; quantized safetensors are not read yet. Take the unquantized model or a GGUF."
             )
     classes, model_type = checkpoint.config.get("architectures") or [], checkpoint.config.get("model_type")
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        raise ConfigError(f"{source}: architectures is {classes!r}, expected a list of class names")
     for architecture in known:
         # A class says more than a type: LlamaForSequenceClassification has the type llama, and another head.
         if (set(classes) & set(architecture.class_names)) if classes else model_type in architecture.model_types:
@@ -175,9 +177,25 @@ def _shape(value: ir.Value) -> tuple[int, ...]:
 
 
 def _listing(title: str, lines: list[str]) -> str:
-    # Layers repeat: name each kind of tensor once, so that the list of all fits a screen.
-    kinds: dict[str, list[str]] = {}
+    # Layers repeat: name each kind of tensor once, with its layers, so that the list of all fits a screen.
+    kinds: dict[str, list[int]] = {}
     for line in lines:
-        kinds.setdefault(re.sub(r"\.\d+\.", ".N.", line), []).append(line)
-    shown = [group[0] if len(group) == 1 else f"{kind} ({len(group)} times)" for kind, group in kinds.items()]
+        numbers = kinds.setdefault(re.sub(r"\.\d+\.", ".N.", line, count=1), [])
+        numbers.extend(int(match[1]) for match in [re.search(r"\.(\d+)\.", line)] if match)
+    shown = [
+        kind.replace(".N.", f".{numbers[0]}.", 1) if len(numbers) == 1 else f"{kind}{_layers(numbers)}"
+        for kind, numbers in kinds.items()
+    ]
     return "\n  ".join([f"{title}:", *shown])
+
+
+def _layers(numbers: list[int]) -> str:
+    """`` (N = 0-3, 7)``; empty for none."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f" (N = {text})" if text else ""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from intaglio.errors import BundleError
+from intaglio.errors import BundleError, InputError
+from intaglio.folder import interrupted
 
 BUNDLE_FILE = "bundle.json"
 WEIGHTS_FILE = "weights.data"
@@ -16,6 +18,10 @@ WEIGHTS_FILE = "weights.data"
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 # A file of the bundle, never one outside it.
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?$")]
+
+
+# A stage's name becomes a file's.
+Name = Annotated[str, Field(pattern="^[A-Za-z0-9_][A-Za-z0-9_-]*$")]
 
 
 class _Schema(BaseModel):
@@ -30,6 +36,14 @@ class Dim(_Schema):
     opt: int | None = Field(default=None, ge=0)
     multiple_of: int = Field(default=1, ge=1)
     expression: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Dim:
+        if not self.min <= (self.min if self.opt is None else self.opt) <= self.max:
+            raise ValueError(f"min {self.min}, opt {self.opt} and max {self.max} must rise")
+        if self.expression is not None:
+            parse_expression(self.expression)
+        return self
 
 
 class TensorInfo(_Schema):
@@ -106,8 +120,8 @@ class Bundle(_Schema):
     architecture: str
     dtype: str
     config: dict[str, Any]
-    stages: dict[str, StageInfo]
-    dims: dict[str, Dim]
+    stages: dict[Name, StageInfo] = Field(min_length=1)
+    dims: dict[Name, Dim]
     weights: WeightsInfo
     tokenizer: TokenizerInfo | None
     quantization: tuple[QuantizationInfo, ...]
@@ -124,6 +138,8 @@ def read_bundle(path: Path) -> Bundle:
     """Reads and checks ``bundle.json``, and that the files it names are there. Raises BundleError."""
     file = path / BUNDLE_FILE
     if not file.is_file():
+        if old := interrupted(path):
+            raise BundleError(f"{path}: replacing it was cut short; the old one lies whole in {old}: rename it back")
         what = "no such folder" if not path.exists() else f"holds no {BUNDLE_FILE}"
         raise BundleError(f"{path}: {what}; expected a bundle. Make one with `intaglio export CHECKPOINT {path}`.")
     try:
@@ -154,23 +170,53 @@ def _check_files(path: Path, bundle: Bundle) -> None:
         )
 
 
-_OPERATORS = {ast.Add: int.__add__, ast.Sub: int.__sub__, ast.Mult: int.__mul__, ast.Div: int.__floordiv__}
+_Operation = Callable[[int, int], int]
 
 
-def evaluate_dim(expression: str, sizes: dict[str, int]) -> int | None:
-    """The value of a dependent dim's expression (``+ - * /`` of names and integers); None if a name is unknown."""
+def _exact_division(a: int, b: int) -> int:
+    if b == 0 or a % b:
+        raise InputError(f"{a} is not a multiple of {b}")
+    return a // b
 
-    def value(node: ast.AST) -> int | None:
+
+_OPERATORS: dict[type[ast.operator], _Operation] = {
+    ast.Add: int.__add__,
+    ast.Sub: int.__sub__,
+    ast.Mult: int.__mul__,
+    ast.Div: _exact_division,
+}
+
+
+def parse_expression(expression: str) -> ast.expr:
+    """The syntax tree of a dependent dim's expression: names, integers and ``+ - * /``. Raises ValueError."""
+    if len(expression) > 200:
+        raise ValueError(f"a dim expression has {len(expression)} characters, expected at most 200")
+    try:
+        tree = ast.parse(expression, mode="eval").body
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"the dim expression {expression!r} cannot be read") from error
+    for node in ast.walk(tree):
+        known = isinstance(node, ast.Name | ast.Load | ast.BinOp) or type(node) in _OPERATORS
+        if not known and not (isinstance(node, ast.Constant) and type(node.value) is int):
+            raise ValueError(f"the dim expression {expression!r} may hold only names, integers and + - * /")
+    return tree
+
+
+def evaluate_dim(expression: str, sizes: Mapping[str, int]) -> int | None:
+    """The value of a dependent dim's expression; None if it holds a name that has no size.
+
+    Raises InputError for a division that leaves a rest: sizes are never rounded.
+    """
+
+    def value(node: ast.expr) -> int | None:
         match node:
-            case ast.Expression(body=body):
-                return value(body)
             case ast.Constant(value=int(number)):
                 return number
             case ast.Name(id=name):
                 return sizes.get(name)
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            case ast.BinOp(left=left, op=op, right=right):
                 a, b = value(left), value(right)
                 return None if a is None or b is None else _OPERATORS[type(op)](a, b)
-        raise BundleError(f"the dim expression {expression!r} may hold only names, integers and + - * /")
+        raise AssertionError(node)
 
-    return value(ast.parse(expression, mode="eval"))
+    return value(parse_expression(expression))

@@ -88,6 +88,13 @@ class ConfigKeys:
             raise self.wrong(key, f"is {value!r}, expected true or false")
         return value
 
+    def choice(self, key: str, *built: str) -> str:
+        """A string that must be one of ``built``."""
+        value = self._get(key, _REQUIRED)
+        if value not in built:
+            raise self.wrong(key, f"is {value!r}; built is only {' or '.join(map(repr, built))}")
+        return value
+
     def refuse(self, key: str, *, unless: tuple[Any, ...] = ()) -> None:
         """Refuses a feature that the architecture does not build; ``unless`` are the values that mean off."""
         if self.has(key) and self.values[key] not in unless:

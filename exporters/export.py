@@ -14,7 +14,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from intaglio.errors import BundleError, ConfigError, InputError
+from intaglio.errors import ConfigError, InputError, OutputError
 from intaglio.exporters.architecture import (
     Architecture,
     Stage,
@@ -36,13 +36,14 @@ from intaglio.exporters.bundle import (
     is_bundle,
 )
 from intaglio.exporters.checkpoints import Checkpoint, CheckpointTensor, open_checkpoint
-from intaglio.exporters.folder import replaced_folder
 from intaglio.exporters.graph import attach_weights, build_graph, quantize_modules, save_graph, stage_parameters
 from intaglio.exporters.tokenizer import TokenizerFiles, tokenizer_from_directory, tokenizer_from_gguf
 from intaglio.exporters.weights import Part, plan_weights, write_weights
+from intaglio.folder import replaced_folder
 from intaglio.progress import Progress, ProgressCallback
 
 _TOKENIZER_FOLDER = "tokenizer"
+_BUNDLE_ENTRIES = {BUNDLE_FILE, WEIGHTS_FILE, _TOKENIZER_FOLDER, "engines"}
 _log = logging.getLogger(__name__)
 
 
@@ -82,9 +83,9 @@ def export(
     the architecture does not know; ``dry_run`` does everything but write.
 
     The folder appears, or replaces an older bundle, in one step at the end. Raises CheckpointError, ConfigError,
-    WeightsError, InputError, or BundleError if the target is not a bundle or the disk is full.
+    WeightsError, InputError, or OutputError if the target is something else than a bundle or the disk is full.
     """
-    target = Path(bundle)
+    target = Path(bundle).resolve()
     _check_target(target)
     plan = _plan(Path(source), stages, tuple(hidden_states), config or {}, allow_unused)
     if dry_run:
@@ -114,8 +115,18 @@ def export(
 
 
 def _check_target(target: Path) -> None:
-    if target.exists() and not is_bundle(target) and (not target.is_dir() or any(target.iterdir())):
-        raise BundleError(f"{target}: exists and is not a bundle, so it is not replaced; choose another path")
+    if target == Path.cwd() or target in Path.cwd().parents:
+        raise OutputError(f"{target}: is the working folder, which cannot be replaced; name a folder in it")
+    if not target.exists():
+        return
+    if not is_bundle(target) and (not target.is_dir() or any(target.iterdir())):
+        raise OutputError(f"{target}: exists and is not a bundle, so it is not replaced; choose another path")
+    strangers = [p.name for p in target.iterdir() if p.name not in _BUNDLE_ENTRIES and p.suffix != ".onnx"]
+    if strangers:
+        raise OutputError(
+            f"{target}: holds {', '.join(sorted(strangers))} beside the bundle, which replacing it would delete; "
+            "move that away or choose another path"
+        )
 
 
 def _plan(

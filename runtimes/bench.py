@@ -36,8 +36,9 @@ def bench(
     """
     if min(prompt_tokens, new_tokens, repeats) < 1:
         raise InputError("prompt tokens, new tokens and repeats must be at least 1")
-    threads = threads or os.cpu_count() or 1
     engine = open_engine(bundle, target)
+    if "generate" not in engine.bundle.stages:
+        raise InputError(f"{bundle}: has no stage generate to measure, only {', '.join(engine.bundle.stages)}")
     context = engine.dims["total_sequence"].max
     if prompt_tokens + new_tokens > context:
         raise InputError(f"{prompt_tokens} + {new_tokens} tokens do not fit in the context of {context}")
@@ -50,8 +51,8 @@ def bench(
     bandwidths: list[float] = []
     count = Progress(progress, "bench", repeats * (new_tokens + 1), "steps")
     prompt = np.random.Generator(np.random.Philox(0)).integers(0, engine.bundle.config["vocab_size"], prompt_tokens)
+    peak = 0
     for _ in range(repeats):
-        bandwidths.append(_read_bandwidth(threads))
         decoding = Decoding(session, [prompt.tolist()])
         for step in range(new_tokens + 1):
             started = time.perf_counter()
@@ -59,11 +60,14 @@ def bench(
             (prefills if step == 0 else steps).append(time.perf_counter() - started)
             decoding.put(logits_BV.argmax(axis=-1))
             count.advance(1)
+        # Before the first measurement of the memory itself, which needs some of its own.
+        peak = peak or peak_rss_bytes()
+        bandwidths.append(_read_bandwidth(threads or os.cpu_count() or 1))
     bandwidth = max(bandwidths)
     decode = 1 / statistics.median(steps)
     ceiling = bandwidth / weight_bytes
     return {
-        "machine": {"processor": _processor(), "threads": threads, "system": platform.platform()},
+        "machine": {"processor": _processor(), "threads": threads or os.cpu_count(), "system": platform.platform()},
         "ceilings": {
             "read_gb_per_second": round(bandwidth / 1e9, 2),
             "decode_tokens_per_second": round(ceiling, 1),
@@ -79,7 +83,7 @@ def bench(
                 "decode_tokens_per_second": round(decode, 1),
                 "decode_of_ceiling": round(decode / ceiling, 3),
                 "weight_bytes": weight_bytes,
-                "peak_rss_mib": round(peak_rss_bytes() / 2**20, 1),
+                "peak_rss_mib": round(peak / 2**20, 1),
             }
         ],
     }
@@ -89,6 +93,7 @@ def _read_bandwidth(threads: int) -> float:
     # Larger than any cache of today's desktops; each thread sums its own part.
     parts = [np.ones(8 << 20, np.float64) for _ in range(threads)]
     with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(np.add.reduce, parts))  # starts the threads
         started = time.perf_counter()
         list(pool.map(np.add.reduce, parts))
         return sum(part.nbytes for part in parts) / (time.perf_counter() - started)

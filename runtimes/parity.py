@@ -32,7 +32,8 @@ def compare(name: str, found: np.ndarray, expected: np.ndarray) -> Difference:
         return Difference(name, float(same), 0.0 if same else np.inf, 0.0 if same else np.inf)
     norm_a, norm_b, distance = np.linalg.norm(a), np.linalg.norm(b), np.linalg.norm(a - b)
     if norm_a == 0 or norm_b == 0:
-        return Difference(name, float(distance == 0), 0.0 if distance == 0 else np.inf, float(np.abs(a - b).max()))
+        relative = 0.0 if distance == 0 else float(distance / norm_b) if norm_b else np.inf
+        return Difference(name, float(distance == 0), relative, float(np.abs(a - b).max(initial=0)))
     return Difference(name, float(a @ b / (norm_a * norm_b)), float(distance / norm_b), float(np.abs(a - b).max()))
 
 
@@ -63,40 +64,42 @@ def parity(
 ) -> ParityReport:
     """Runs ``stage`` on the engine and on a reference (``onnxruntime`` or ``tract``) with the same random inputs.
 
-    The inputs are a batch of two of ``tokens`` tokens, the second padded on the left by a third. A bundle exported
-    with taps shows the first layer that diverges; without, only its outputs are compared. Raises InputError,
-    EngineError, RuntimeMissingError.
+    The inputs are those of :func:`random_feeds`. A bundle exported with taps shows the first layer that diverges;
+    without, only its outputs are compared. Raises InputError, EngineError, RuntimeMissingError.
     """
-    from intaglio.engines.references import reference  # brings the graph library, which running does not need
+    # These bring the graph library, which running does not need.
+    from intaglio.engines.graph_stats import output_order
+    from intaglio.engines.references import reference
 
     run_reference = reference(against)
     engine = open_engine(bundle, target)
     session = engine.load(stage)
     feeds = random_feeds(engine.bundle, stage, tokens, seed)
-    found = session.run(feeds)
-    expected = run_reference(engine.bundle_path / engine.bundle.stages[stage].file, feeds)
-    # Taps come behind the stage's own outputs, and before them in the order of computation.
-    own = [name for name in found if name.startswith(("logits", "hidden_states.", "present."))]
-    names = [name for name in found if name not in own] + own
-    return ParityReport(stage, against, bound, tuple(compare(n, found[n], expected[n]) for n in names))
+    graph = engine.bundle_path / engine.bundle.stages[stage].file
+    found, expected = session.run(feeds), run_reference(graph, feeds)
+    differences = tuple(compare(name, found[name], expected[name]) for name in output_order(graph))
+    return ParityReport(stage, against, bound, differences)
 
 
 def random_feeds(bundle: Bundle, stage: str, tokens: int, seed: int) -> dict[str, np.ndarray]:
-    """Inputs of a prefill for a text model's stage, from a seed. Raises InputError."""
+    """Inputs for a text model's stage, from a seed: a batch of two, the second row padded on the left by a third.
+
+    A stage with a cache gets ``tokens`` new tokens over a past of as many, random too. Raises InputError.
+    """
     if tokens < 2:
         raise InputError(f"tokens is {tokens}, expected at least 2")
-    padding = tokens // 3
-    mask = np.ones((2, tokens), np.int64)
-    mask[1, :padding] = 0
-    ids = np.random.Generator(np.random.Philox(seed)).integers(0, bundle.config["vocab_size"], (2, tokens))
+    generator = np.random.Generator(np.random.Philox(seed))
+    cache = [t for t in bundle.stages[stage].inputs if t.name.startswith("past_key_values.")]
+    past = tokens if cache else 0
+    mask = np.ones((2, past + tokens), np.int64)
+    mask[1, : tokens // 3] = 0
     feeds = {
-        "input_ids": ids,
+        "input_ids": generator.integers(0, bundle.config["vocab_size"], (2, tokens)),
         "attention_mask": mask,
-        "position_ids": np.maximum(mask.cumsum(axis=1) - 1, 0),
+        "position_ids": np.maximum(mask.cumsum(axis=1) - 1, 0)[:, past:],
     }
-    sizes = {"batch": 2, "past_sequence": 0}
-    for tensor in bundle.stages[stage].inputs:
-        if tensor.name.startswith("past_key_values."):
-            shape = [n if isinstance(n, int) else sizes[n] for n in tensor.shape]
-            feeds[tensor.name] = np.zeros(shape, tensor.dtype)
+    sizes = {"batch": 2, "past_sequence": past}
+    for tensor in cache:
+        shape = [n if isinstance(n, int) else sizes[n] for n in tensor.shape]
+        feeds[tensor.name] = generator.normal(size=shape).astype(tensor.dtype)
     return feeds

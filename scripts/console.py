@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,15 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from intaglio.progress import ProgressCallback, ProgressEvent
@@ -58,42 +67,55 @@ def _cell(value: object) -> str:
 
 @contextmanager
 def progress_bar(*, quiet: bool = False) -> Iterator[ProgressCallback | None]:
-    """A callback that shows a bar with the time left, once a task has run for a second.
+    """A callback that shows a bar with the time so far and the time left, once the work has run for a second.
 
     Where stderr is no terminal, a line every ten seconds.
     """
     if quiet:
         yield None
-        return
+    elif err.is_terminal:
+        yield from _live_bar()
+    else:
+        yield _log_lines()
+
+
+def _live_bar() -> Iterator[ProgressCallback]:
     bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"),
-        TimeRemainingColumn(), console=err, transient=True,
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"),
+        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=err, transient=True,
     )  # fmt: skip
-    started: dict[str, float] = {}
-    tasks: dict[str, Any] = {}
+    tasks: dict[str, TaskID] = {}
+    # A clock and not the next event starts it: the first stage of a build may take long without one.
+    clock = threading.Timer(1.0, bar.start)
+    clock.daemon = True
+
+    def show(event: ProgressEvent) -> None:
+        if event.task not in tasks:
+            tasks[event.task] = bar.add_task(event.task, total=event.total)
+        bar.update(tasks[event.task], completed=event.done)
+
+    clock.start()
+    try:
+        yield show
+    finally:
+        clock.cancel()
+        if bar.live.is_started:
+            bar.stop()  # one that never started would leave an empty line
+
+
+def _log_lines() -> ProgressCallback:
+    begun: dict[str, float] = {}
     said: dict[str, float] = {}
 
     def show(event: ProgressEvent) -> None:
         now = time.monotonic()
-        begun = started.setdefault(event.task, now)
-        if now - begun < 1.0 or not event.total:
-            return
-        if not err.is_terminal:
-            if now - said.get(event.task, begun) >= 10:
-                said[event.task] = now
-                left = (now - begun) * (event.total - event.done) / max(1, event.done)
-                say(f"{event.task}: {100 * event.done // event.total} %, about {left:.0f} s left")
-            return
-        if event.task not in tasks:
-            bar.start()
-            tasks[event.task] = bar.add_task(event.task, total=event.total)
-        bar.update(tasks[event.task], completed=event.done)
+        start = begun.setdefault(event.task, now)
+        if event.done and now - said.get(event.task, start) >= 10:
+            said[event.task] = now
+            left = (now - start) * (event.total - event.done) / event.done
+            say(f"{event.task}: {100 * event.done // event.total} %, about {left:.0f} s left")
 
-    try:
-        yield show
-    finally:
-        if tasks:
-            bar.stop()  # one that never started would leave an empty line
+    return show
 
 
 def human_bytes(count: int) -> str:

@@ -55,7 +55,7 @@ class LlamaConfig:
     @classmethod
     def from_keys(cls, keys: ConfigKeys) -> LlamaConfig:
         """Reads and checks a configuration. Raises ConfigError."""
-        keys.refuse("hidden_act", unless=("silu",))
+        keys.choice("hidden_act", "silu")
         keys.refuse("sliding_window")
         heads = keys.integer("num_attention_heads")
         kv_heads = keys.integer("num_key_value_heads", absent=heads)

@@ -54,7 +54,7 @@ class MistralConfig:
     @classmethod
     def from_keys(cls, keys: ConfigKeys) -> MistralConfig:
         """Reads and checks a configuration. Raises ConfigError."""
-        keys.refuse("hidden_act", unless=("silu",))
+        keys.choice("hidden_act", "silu")
         keys.refuse("layer_types")
         heads = keys.integer("num_attention_heads")
         kv_heads = keys.integer_or_null("num_key_value_heads") or heads

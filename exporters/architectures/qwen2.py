@@ -61,7 +61,7 @@ class Qwen2Config:
     @classmethod
     def from_keys(cls, keys: ConfigKeys) -> Qwen2Config:
         """Reads and checks a configuration. Raises ConfigError."""
-        keys.refuse("hidden_act", unless=("silu",))
+        keys.choice("hidden_act", "silu")
         heads = keys.integer("num_attention_heads")
         kv_heads = keys.integer_or_null("num_key_value_heads") or heads
         head_dim = split_head_dim(keys, heads)

@@ -56,7 +56,7 @@ class Qwen3Config:
     @classmethod
     def from_keys(cls, keys: ConfigKeys) -> Qwen3Config:
         """Reads and checks a configuration. Raises ConfigError."""
-        keys.refuse("hidden_act", unless=("silu",))
+        keys.choice("hidden_act", "silu")
         heads = keys.integer("num_attention_heads")
         kv_heads = keys.integer_or_null("num_key_value_heads") or heads
         # Absent means 128 in transformers, not an even split: a default that would change the numbers.

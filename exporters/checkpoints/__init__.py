@@ -29,8 +29,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         return _open_directory(path)
     if not path.is_file():
         raise CheckpointError(f"{path}: is not a regular file; expected a checkpoint")
-    with path.open("rb") as file:
-        head = file.read(16)
+    try:
+        with path.open("rb") as file:
+            head = file.read(16)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     if head[:4] == gguf.MAGIC:
         return gguf.open_gguf(path)
     if head[:4] == b"PK\x03\x04" or head[:1] == b"\x80":

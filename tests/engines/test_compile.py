@@ -18,7 +18,7 @@ import intaglio
 from intaglio.engines import cache, cpu
 from intaglio.engines.cpu_session import smallest_feeds
 from intaglio.engines.engine import open_engine, read_report
-from intaglio.errors import CompileError, EngineError, InputError, RuntimeMissingError
+from intaglio.errors import CompileError, EngineError, InputError, OutputError, RuntimeMissingError
 
 
 @pytest.fixture
@@ -161,9 +161,25 @@ def test_a_crash_of_the_compiler_is_an_error_and_not_ours(bundle: Path, monkeypa
         intaglio.compile(bundle)
 
 
+def test_modules_in_the_working_folder_are_not_imported(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (bundle.parent / "json.py").write_text("raise SystemExit('not the standard library')")
+    monkeypatch.chdir(bundle.parent)
+    intaglio.compile(bundle)
+
+
+def test_whatever_the_system_refuses_is_an_output_error(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    with pytest.raises(OutputError, match=r"No space left on device.*free space"):
+        intaglio.compile(bundle)
+    assert not list((bundle / "engines").iterdir())
+
+
 def test_without_onnxruntime_the_error_says_what_to_install(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(RuntimeMissingError, match=r"pip install 'intaglio\[cpu\]'"):
+    with pytest.raises(RuntimeMissingError, match=r"pip install '\.\[cpu\]'"):
         intaglio.compile(bundle)
 
 

@@ -17,7 +17,15 @@ import tiny_checkpoint
 from safetensors.numpy import save_file
 
 import intaglio
-from intaglio.errors import BundleError, CancelledError, CheckpointError, ConfigError, InputError, WeightsError
+from intaglio.errors import (
+    BundleError,
+    CancelledError,
+    CheckpointError,
+    ConfigError,
+    InputError,
+    OutputError,
+    WeightsError,
+)
 from intaglio.exporters.bundle import read_bundle
 
 
@@ -102,7 +110,7 @@ def test_config_can_be_set(tmp_path: Path) -> None:
 
 
 REQUIRED = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
-REQUIRED += ["rms_norm_eps", "rope_theta", "max_position_embeddings"]
+REQUIRED += ["hidden_act", "rms_norm_eps", "rope_theta", "max_position_embeddings"]
 
 
 @pytest.mark.parametrize("key", REQUIRED)
@@ -140,11 +148,14 @@ def test_all_missing_tensors_and_wrong_shapes_are_listed_at_once(tmp_path: Path)
     del weights["model.norm.weight"], weights["model.layers.1.self_attn.k_proj.weight"]
     weights["model.layers.0.mlp.down_proj.weight"] = np.zeros((48, 32), np.float32)
     weights["model.layers.0.self_attn.rotary.weight"] = np.zeros(3, np.float32)
+    for layer in range(2):
+        del weights[f"model.layers.{layer}.mlp.up_proj.weight"]
     folder = tiny_checkpoint.write(tmp_path / "checkpoint", weights=weights)
     with pytest.raises(WeightsError) as caught:
         intaglio.export(folder, tmp_path / "bundle")
     message = str(caught.value)
-    assert "2 of 20 tensors are missing" in message
+    assert "4 of 20 tensors are missing" in message
+    assert "model.layers.N.mlp.up_proj.weight [48, 32] (N = 0-1)" in message
     assert "model.norm.weight [32]" in message
     assert "model.layers.1.self_attn.k_proj.weight [16, 32]" in message
     assert "model.layers.0.mlp.down_proj.weight is [48, 32], expected [32, 48]" in message
@@ -185,10 +196,10 @@ def test_a_folder_that_is_no_bundle_is_never_replaced(checkpoint: Path, tmp_path
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis.txt").write_text("years")
-    with pytest.raises(BundleError, match="is not a bundle, so it is not replaced"):
+    with pytest.raises(OutputError, match="is not a bundle, so it is not replaced"):
         intaglio.export(checkpoint, precious)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(BundleError, match="is not a bundle"):
+    with pytest.raises(OutputError, match="is not a bundle"):
         intaglio.export(checkpoint, tmp_path / "file")
     assert contents(precious) == {"thesis.txt": b"years"}
 
@@ -205,6 +216,44 @@ def test_arguments_out_of_range(arguments: dict[str, Any], message: str, checkpo
     with pytest.raises(InputError, match=message):
         intaglio.export(checkpoint, tmp_path / "bundle", **arguments)
     assert not (tmp_path / "bundle").exists()
+
+
+def test_what_lies_beside_a_bundle_is_never_deleted(checkpoint: Path, tmp_path: Path) -> None:
+    intaglio.export(checkpoint, tmp_path / "bundle")
+    (tmp_path / "bundle" / "notes.txt").write_text("mine")
+    with pytest.raises(OutputError, match=r"holds notes\.txt beside the bundle"):
+        intaglio.export(checkpoint, tmp_path / "bundle")
+    assert (tmp_path / "bundle" / "notes.txt").read_text() == "mine"
+
+
+def test_a_link_is_followed(checkpoint: Path, tmp_path: Path) -> None:
+    intaglio.export(checkpoint, tmp_path / "disk" / "bundle")
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "bundle")
+    intaglio.export(checkpoint, tmp_path / "link", stages=["score"])
+    assert (tmp_path / "link").is_symlink()
+    assert list(read_bundle(tmp_path / "disk" / "bundle").stages) == ["score"]
+    assert nothing_left(tmp_path)
+    assert nothing_left(tmp_path / "disk")
+
+
+def test_the_working_folder_is_not_replaced(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for target in (".", ".."):
+        with pytest.raises(OutputError, match="is the working folder"):
+            intaglio.export(checkpoint, target)
+
+
+def test_a_writer_that_is_alive_is_left_alone(checkpoint: Path, tmp_path: Path) -> None:
+    """Two exports to one target at a time: both finish, and nothing is left but a whole bundle."""
+    from intaglio.folder import replaced_folder
+
+    with replaced_folder(tmp_path / "bundle") as partial:
+        intaglio.export(checkpoint, tmp_path / "bundle")
+        assert partial.is_dir()
+        intaglio.export(checkpoint, partial / "inner")
+    assert (tmp_path / "bundle" / "inner" / "bundle.json").is_file()
+    assert nothing_left(tmp_path)
 
 
 def test_cancelling_leaves_the_old_bundle(checkpoint: Path, tmp_path: Path) -> None:
@@ -246,11 +295,13 @@ def test_a_killed_export_leaves_the_old_bundle_and_nothing_that_looks_whole(chec
     read_bundle(target)
 
 
-def test_an_exchange_cut_short_is_completed_at_the_next_start(checkpoint: Path, tmp_path: Path) -> None:
+def test_an_exchange_cut_short_is_completed_by_the_next_writer(checkpoint: Path, tmp_path: Path) -> None:
     """Where folders cannot be exchanged, the old one is moved aside first; a kill between leaves only that."""
     intaglio.export(checkpoint, tmp_path / "bundle")
     before = contents(tmp_path / "bundle")
     (tmp_path / "bundle").rename(tmp_path / ".bundle.old")
+    with pytest.raises(BundleError, match=r"cut short; the old one lies whole in .*\.bundle\.old"):
+        read_bundle(tmp_path / "bundle")
     with pytest.raises(CancelledError):
         intaglio.export(checkpoint, tmp_path / "bundle", progress=lambda event: False)
     assert contents(tmp_path / "bundle") == before
@@ -261,7 +312,7 @@ def test_replacing_works_with_and_without_an_exchange(
     can_exchange: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not can_exchange:
-        monkeypatch.setattr("intaglio.exporters.folder._exchange", lambda a, b: False)
+        monkeypatch.setattr("intaglio.folder._exchange", lambda a, b: False)
     intaglio.export(checkpoint, tmp_path / "bundle")
     (tmp_path / "bundle" / "engines").mkdir()
     intaglio.export(checkpoint, tmp_path / "bundle", stages=["score"])
@@ -280,7 +331,7 @@ def test_a_full_disk_is_one_clear_error(checkpoint: Path, tmp_path: Path) -> Non
     if mounted.returncode:
         pytest.skip("no tmpfs can be mounted here")
     try:
-        with pytest.raises(BundleError, match="cannot be written"):
+        with pytest.raises((BundleError, OutputError), match="cannot be written"):
             intaglio.export(checkpoint, disk / "bundle")
         assert list(disk.iterdir()) == []
     finally:
@@ -297,6 +348,11 @@ def test_a_full_disk_is_one_clear_error(checkpoint: Path, tmp_path: Path) -> Non
         (lambda b: _edit(b, surprise=1), "surprise"),
         (lambda b: _edit(b, weights={**_read(b)["weights"], "file": "../../etc/passwd"}), r"weights\.file"),
         (lambda b: (b / "bundle.json").unlink(), r"holds no bundle\.json"),
+        (lambda b: _edit(b, stages={"../../stolen": _read(b)["stages"]["score"]}), "stages"),
+        (lambda b: _edit(b, stages={}), "stages"),
+        (lambda b: _edit(b, dims={"batch": {"min": 4, "max": 2}}), "must rise"),
+        (lambda b: _edit(b, dims={"batch": {"min": 1, "max": 2, "expression": "past +"}}), "cannot be read"),
+        (lambda b: _edit(b, dims={"batch": {"min": 1, "max": 2, "expression": "a ** b"}}), "may hold only names"),
     ],
 )
 def test_damaged_bundles(damage: Any, message: str, checkpoint: Path, tmp_path: Path) -> None:
