@@ -331,7 +331,7 @@ def test_affix_token_with_template_syntax(tiny: dict[str, Any]) -> None:
     ("changes", "words"),
     [
         ({"model": None}, ["ggml.model", "missing", "gpt2"]),
-        ({"model": "llama"}, ["ggml.model", "'llama'", "gpt2"]),
+        ({"model": "t5"}, ["ggml.model", "'t5'", "gpt2, llama"]),
         ({"model": ["gpt2"]}, ["ggml.model", "['gpt2']"]),
         ({"pre": None}, ["ggml.pre", "missing", "gpt-2, llama-bpe, qwen2, smollm"]),
         ({"pre": "default"}, ["ggml.pre", "'default'", "gpt-2, llama-bpe, qwen2, smollm"]),
