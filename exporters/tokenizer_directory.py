@@ -99,8 +99,8 @@ def _from_model_file(
     model = replace(found.model, add_dummy_prefix=add_dummy_prefix)
     tokenizer = sentencepiece_tokenizer(model, str(path), prefix=prefix)
     for index, (token, where) in sorted(_added_tokens(config, config_path, special, special_path).items()):
-        known = index < tokenizer.get_vocab_size()
-        if (tokenizer.id_to_token(index) != token.content) if known else (index != tokenizer.get_vocab_size()):
+        size = tokenizer.get_vocab_size()
+        if index != size and (not 0 <= index < size or tokenizer.id_to_token(index) != token.content):
             raise ConfigError(
                 f"{where}: the added token {token.content!r} has the id {index}; expected the id that it has in "
                 f"{path.name}, or else ids without a gap from {len(pieces)} on."
