@@ -23,9 +23,9 @@ from intaglio.errors import CheckpointError, ConfigError
 from intaglio.exporters.tokenizer_files import BYTE, NORMAL
 from intaglio.exporters.tokenizer_sentencepiece import SentencePieces
 
-# The largest published ones, of 256,000 pieces, are below 5 MB. What protobuf makes of a file of nothing but
-# empty pieces is eight times its size.
+# The largest published ones, of 256,000 pieces, are below 5 MB.
 _LARGEST_FILE = 8 << 20
+_MOST_PIECES = 1 << 19
 
 _MODEL_TYPES = {1: "Unigram", 2: "BPE", 3: "Word", 4: "Char"}
 _BPE = 2
@@ -87,8 +87,11 @@ def read_model_file(path: Path) -> ModelFile:
             f"{path}: not a SentencePiece model, or cut off ({error}). Get the file again (a clone without "
             "Git LFS leaves a text file in its place)."
         ) from error
-    if not found.pieces:
-        raise CheckpointError(f"{path}: holds no pieces; expected a SentencePiece model. Get the file again.")
+    if not 0 < len(found.pieces) <= _MOST_PIECES:
+        raise CheckpointError(
+            f"{path}: holds {len(found.pieces)} pieces; expected 1 to {_MOST_PIECES}, as a SentencePiece model has. "
+            "Get the file again."
+        )
     _refuse_what_is_not_read(found, path)
     pieces, scores, types = [], [], []
     for index, encoded in enumerate(found.pieces):

@@ -26,8 +26,9 @@ from intaglio.exporters.tokenizer_files import BYTE, NORMAL, UNKNOWN, UNUSED, US
 
 SPACE = "▁"  # how pieces spell a space
 
-# Trainers allow 16 characters; the bound keeps a damaged file from taking minutes.
-_LONGEST_PIECE = 512
+# Steps are counted as the squares of the lengths; 256,000 published pieces take some 20 million. The bound keeps
+# a damaged file from taking minutes.
+_MOST_STEPS = 100_000_000
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -103,11 +104,6 @@ def _check(model: SentencePieces, source: str) -> None:
             )
         if not math.isfinite(score):
             raise ConfigError(f"{source}: piece {index} ({shown(piece)}) has the score {score}; expected a number.")
-        if kind in (NORMAL, UNUSED) and len(piece) > _LONGEST_PIECE:
-            raise ConfigError(
-                f"{source}: piece {index} has {len(piece)} characters; expected at most {_LONGEST_PIECE} in a "
-                "piece that is neither control nor user-defined. Get the file again."
-            )
         if kind == BYTE and not _BYTE_PIECE.fullmatch(piece):
             raise ConfigError(f"{source}: piece {index} is {shown(piece)}; expected '<0x00>' to '<0xFF>' for a byte.")
         if kind == USER_DEFINED and model.add_dummy_prefix and piece.replace(" ", SPACE).startswith(SPACE):
@@ -116,12 +112,21 @@ def _check(model: SentencePieces, source: str) -> None:
                 "a dummy prefix that would become part of it; only one of the two is read. Export from a "
                 "directory with a tokenizer.json."
             )
+    formed = [piece for piece, kind in zip(model.pieces, model.types, strict=True) if kind in (NORMAL, UNUSED)]
+    if sum(len(piece) ** 2 for piece in formed) > _MOST_STEPS:
+        raise ConfigError(
+            f"{source}: {len(formed)} pieces of up to {max(map(len, formed))} characters are neither control nor "
+            "user-defined; expected words, such as a trainer finds. Get the file again."
+        )
     unknown = [index for index, kind in enumerate(model.types) if kind == UNKNOWN]
     if len(unknown) != 1:
         raise ConfigError(f"{source}: {len(unknown)} pieces are of the type unknown; expected exactly one.")
     count = sum(kind == BYTE for kind in model.types)
-    if model.byte_fallback and count != 256:
-        raise ConfigError(f"{source}: byte fallback needs a piece for each of the 256 bytes; {count} are there.")
+    if count != (256 if model.byte_fallback else 0):
+        raise ConfigError(
+            f"{source}: {count} pieces stand for bytes; expected 256 where the model falls back to bytes, else none "
+            f"(byte_fallback is {str(model.byte_fallback).lower()})."
+        )
 
 
 def _merges(model: SentencePieces, source: str) -> list[tuple[str, str]]:
@@ -130,16 +135,16 @@ def _merges(model: SentencePieces, source: str) -> list[tuple[str, str]]:
     scores = {piece: score for piece, score, kind in table if kind in (NORMAL, UNUSED, USER_DEFINED)}
     merges: dict[str, tuple[str, str]] = {}
     for piece, kind in zip(model.pieces, model.types, strict=True):
-        if kind not in (NORMAL, UNUSED) or len(piece) == 1:
+        if kind not in (NORMAL, UNUSED):
             continue
-        parts = _last_step(piece, scores)
-        if parts is None:
-            continue
-        if kind == UNUSED:
+        parts = _last_step(piece, scores) if len(piece) > 1 else None
+        if kind == UNUSED and (parts or len(piece) == 1):
             raise ConfigError(
                 f"{source}: the piece {shown(piece)} is unused, but text goes through it; a list of merges "
                 "cannot take a step back. Export from a directory with a tokenizer.json."
             )
+        if parts is None:
+            continue
         for part in parts:
             if part not in scores:
                 raise ConfigError(

@@ -164,13 +164,14 @@ def test_pieces_that_contradict(tmp_path: Path) -> None:
         ([("", 0.0, NORMAL)], [f"piece {len(PIECES)} is empty"]),
         ([("x", float("nan"), NORMAL)], ["'x'", "score nan"]),
         ([("x", float("-inf"), NORMAL)], ["'x'", "score -inf"]),
-        ([("x" * 513, 0.0, NORMAL)], ["513 characters", "at most 512"]),
+        ([("x" * 10001, 0.0, NORMAL)], ["pieces of up to 10001 characters", "expected words"]),
         ([("<0xZZ>", 0.0, BYTE)], ["'<0xZZ>'", "'<0x00>' to '<0xFF>'"]),
         ([("<0xab>", 0.0, BYTE)], ["'<0xab>'"]),
         ([("▁x", 0.0, USER_DEFINED)], ["user-defined", "'▁x'", "dummy prefix"]),
         ([(" x", 0.0, USER_DEFINED)], ["user-defined", "' x'", "dummy prefix"]),
         ([("<unk2>", 0.0, UNKNOWN)], ["2 pieces are of the type unknown"]),
         ([("ba", -9.0, UNUSED)], ["'ba' is unused"]),
+        ([("x", -9.0, UNUSED)], ["'x' is unused"]),
         ([("cc", -2.0, NORMAL)], ["'he'", "'cc'", "one score, -2"]),
         ([("xb", -9.0, NORMAL)], ["'xb'", "'x' is not a piece"]),
     ]
@@ -183,8 +184,10 @@ def test_pieces_that_contradict(tmp_path: Path) -> None:
                 build([*PIECES, *more])
             for word in ["tokenizer.model", *words]:
                 assert word in str(error.value)
-    with pytest.raises(ConfigError, match="256 bytes; 255 are there"):
+    with pytest.raises(ConfigError, match="255 pieces stand for bytes; expected 256"):
         read(tmp_path, model_file([piece for piece in PIECES if piece[0] != "<0x41>"]))
+    with pytest.raises(ConfigError, match=r"256 pieces stand for bytes.*byte_fallback is false"):
+        read(tmp_path, model_file(PIECES, byte_fallback=False))
     with pytest.raises(ConfigError, match="0 pieces are of the type unknown"):
         read(tmp_path, model_file(PIECES[1:]))
 
@@ -220,11 +223,12 @@ def test_denormalizers_and_absent_specs_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "no pieces"),
+        (b"", "holds 0 pieces"),
         (b"version https://git-lfs.github.com/spec/v1\n", "not a SentencePiece model"),
         (b"\xff" * 100, "not a SentencePiece model"),
         (model_file(PIECES)[:-1], "cut off"),
-        (model_file([]), "no pieces"),
+        (model_file([]), "holds 0 pieces"),
+        (field(1, b"") * ((1 << 19) + 1), "holds 524289 pieces; expected 1 to 524288"),
         (model_file(PIECES) + field(1, b"\xff"), f"piece {len(PIECES)} is damaged"),
         (model_file(PIECES) + field(1, field(1, b"\xc3")), f"piece {len(PIECES)} is damaged"),
         (model_file([*PIECES, ("x", 0.0, 7)]), f"piece {len(PIECES)} is of type 7"),
