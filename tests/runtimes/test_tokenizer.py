@@ -282,6 +282,25 @@ TEMPLATES = {
         "{{ bos_token + '[INST] ' + message['content'] | trim + ' [/INST]' }}"
         "{% else %}{{ ' ' + message['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
     ),
+    # In the manner of Mistral's: alternating roles are demanded, tool calls and results are JSON.
+    "mistral": (
+        "{{- bos_token }}\n{%- set loop_messages = messages %}\n"
+        "{%- if messages[0]['role'] == 'system' %}\n    {%- set system = messages[0]['content'] %}\n"
+        "    {%- set loop_messages = messages[1:] %}\n{%- endif %}\n"
+        "{%- for message in loop_messages %}\n"
+        "    {%- if message.role in ['user', 'tool'] and loop.index0 % 2 or message.role == 'system' %}\n"
+        "        {{- raise_exception('After the optional system message, roles must alternate') }}\n    {%- endif %}\n"
+        "    {%- if message.role == 'user' %}\n"
+        "        {{- '[INST] ' + (system + '\\n\\n' if system is defined and loop.last else '') }}\n"
+        "        {{- message.content + '[/INST]' }}\n"
+        "    {%- elif message.role == 'tool' %}\n"
+        "        {{- '[TOOL_RESULTS] ' + {'content': message.content} | tojson + '[/TOOL_RESULTS]' }}\n"
+        "    {%- elif message.tool_calls is defined and message.tool_calls | length > 0 %}\n"
+        "        {{- '[TOOL_CALLS] [' }}\n        {%- for call in message.tool_calls %}\n"
+        "            {{- call.function | tojson }}{{ ', ' if not loop.last else ']' + eos_token }}\n"
+        "        {%- endfor %}\n"
+        "    {%- else %}\n        {{- ' ' + message.content | trim + eos_token }}\n    {%- endif %}\n{%- endfor %}\n"
+    ),
     "blocks on lines of their own": (
         "{%- set ns = namespace(n=0) %}\n{% for message in messages %}\n"
         "    {% if message.role == 'system' %}\nsystem: {{ message.content }}\n"
@@ -314,6 +333,36 @@ def test_templates_against_transformers(
     found = tokenizer.apply_chat_template(CHAT, add_generation_prompt)
     assert found == transformers_prompt(tokenizer, CHAT, add_generation_prompt)
     assert found
+
+
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    CHAT[1:2],
+    CHAT,
+    [
+        {"role": "user", "content": "Weather in Köln?"},
+        {
+            "role": "assistant",
+            "tool_calls": [
+                {"function": {"name": "weather", "arguments": {"city": "Köln", "days": [1, 2]}}},
+                {"function": {"name": "time", "arguments": {"zone": None, "exact": True}}},
+            ],
+        },
+        {"role": "tool", "content": '{"sky": "<clear>"}'},
+        {"role": "assistant", "content": " Clear. "},
+    ],
+]
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+def test_conversations_against_transformers(
+    byte_level: Tokenizer, tmp_path: Path, messages: list[dict[str, Any]]
+) -> None:
+    tokenizer = with_template(byte_level, tmp_path, TEMPLATES["mistral"], bos_token="<s>", eos_token="</s>")
+    found = tokenizer.apply_chat_template(messages)
+    assert found == transformers_prompt(tokenizer, messages, True)
+    assert found.startswith("<s>[INST] ")
+    with pytest.raises(InputError, match="refused the messages: After the optional system message"):
+        tokenizer.apply_chat_template([*messages[:1], *messages[:1], *messages])
 
 
 def test_fields_that_are_none_count_as_absent(byte_level: Tokenizer, tmp_path: Path) -> None:
