@@ -42,6 +42,8 @@ DOMAINS = frozenset(
 INPUT_DTYPES = frozenset(
     {"bool", "float16", "float32", "float64"} | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 )
+# What a child process exits with when it has said why on stderr.
+_REFUSED = 2
 _KERNEL_OPS, _KERNEL_BITS = ("GroupedQuantMatMul",), (2, 4, 8)
 
 
@@ -76,6 +78,9 @@ def build_model(
     done = _run_child("model_build", request)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     crashed_in_trial = done.returncode < 0 and bool(lines)
+    if done.returncode == _REFUSED and done.stderr.strip():
+        # The child's own message; the folder that the graph lies in is gone by the time it is read.
+        raise CompileError(done.stderr.strip().splitlines()[-1].replace(str(graph), graph.name))
     if done.returncode and not crashed_in_trial:
         raise CompileError(f"{graph.name}: onnxruntime {_how_it_ended(done)}")
     result = {"operators": {}, "sizes": {}, "peak_rss_bytes": 0, **lines[-1]}

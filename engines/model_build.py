@@ -23,8 +23,8 @@ from intaglio.engines.onnx_file import all_tensors, parse_onnx
 from intaglio.errors import CompileError, EngineError, IntaglioError
 from intaglio.exporters.bundle import Dim
 
-# Sizes tried for dims of which nothing is known. 48 and 224 are the fixed sizes of many published networks.
-TRIAL_SIZES = (1, 2, 8, 16, 32, 48, 64, 128, 224, 256)
+# Sizes tried for dims of which nothing is known: 3 channels, and 48 and 224, the fixed sizes of many networks.
+TRIAL_SIZES = (1, 2, 3, 4, 8, 16, 32, 48, 64, 128, 224, 256)
 # Likewise the ranks of inputs of which not even that is known.
 _TRIAL_RANKS = (2, 4, 3, 1, 0)
 _LARGE_TENSOR = 1 << 16
