@@ -40,6 +40,31 @@ def fetch(key: str, graph_path: Path) -> dict[str, Any] | None:
     return report
 
 
+def fetch_report(key: str) -> dict[str, Any] | None:
+    """The report stored under ``key`` without a graph: of models that are built as they are. None if damaged."""
+    try:
+        entry = json.loads((cache_folder() / "engines" / key / "report.json").read_bytes())
+        return entry["report"] if entry["sha256"] == _hash(entry["report"]) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def store_report(key: str, report: dict[str, Any]) -> None:
+    """Keeps a report without a graph, as ``store`` does."""
+    entry = cache_folder() / "engines" / key
+    try:
+        entry.mkdir(parents=True, exist_ok=True)
+        partial = entry / f".partial-{os.getpid()}"
+        partial.write_text(json.dumps({"sha256": _hash(report), "report": report}), "utf-8")
+        partial.replace(entry / "report.json")
+    except OSError:
+        shutil.rmtree(entry, ignore_errors=True)
+
+
+def _hash(report: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(report, sort_keys=True).encode()).hexdigest()
+
+
 def store(key: str, graph_path: Path, report: dict[str, Any]) -> None:
     """Keeps a built graph. The cache only saves time, so one that cannot be written is left alone."""
     entry = cache_folder() / "engines" / key

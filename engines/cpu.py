@@ -8,18 +8,42 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from intaglio.engines.cpu_session import CpuSession
 from intaglio.engines.onnxruntime_ import import_onnxruntime
 from intaglio.engines.report import StageReport
+from intaglio.engines.shapes import Interface
 from intaglio.errors import CompileError
 from intaglio.exporters.bundle import Dim, StageInfo
+from intaglio.kernels.grouped_quant import DOMAIN
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from intaglio.engines.model_engine import ModelInterface
+
 ACCURACIES = ("exact",)
+# Whose operators it has, besides those of ONNX itself.
+DOMAINS = frozenset(
+    {
+        "ai.onnx.ml",
+        "ai.onnx.preview",
+        "ai.onnx.preview.training",
+        "ai.onnx.training",
+        "com.microsoft",
+        "com.microsoft.experimental",
+        "com.microsoft.nchwc",
+        "com.ms.internal.nhwc",
+        DOMAIN,
+    }
+)
+# What both it and NumPy hold.
+INPUT_DTYPES = frozenset(
+    {"bool", "float16", "float32", "float64"} | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+)
+# What a child process exits with when it has said why on stderr.
+_REFUSED = 2
 _KERNEL_OPS, _KERNEL_BITS = ("GroupedQuantMatMul",), (2, 4, 8)
 
 
@@ -34,6 +58,47 @@ def lower(model: ir.Model) -> ir.Model:
 
     BindKernelsPass(_KERNEL_OPS, _KERNEL_BITS)(model)
     return model
+
+
+def build_model(
+    graph: Path, interface: ModelInterface, dims: Mapping[str, Dim], given: frozenset[str]
+) -> dict[str, Any]:
+    """Checks an ONNX file that others wrote, loads it and runs it at the smallest sizes it takes, in a child process.
+
+    Gives ``operators`` and ``sizes`` of that run (empty if none was possible), ``notes``, ``seconds`` and
+    ``peak_rss_bytes``. ``given`` are the dims that somebody bounded. Raises CompileError with the child's own message.
+    """
+    started = time.monotonic()
+    request = {
+        "graph": str(graph),
+        "interface": interface.model_dump(),
+        "dims": {name: dim.model_dump() for name, dim in dims.items()},
+        "given": sorted(given),
+    }
+    done = _run_child("model_build", request)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    crashed_in_trial = done.returncode < 0 and bool(lines)
+    if done.returncode == _REFUSED and done.stderr.strip():
+        # The child's own message; the folder that the graph lies in is gone by the time it is read.
+        raise CompileError(done.stderr.strip().splitlines()[-1].replace(str(graph), graph.name))
+    if done.returncode and not crashed_in_trial:
+        raise CompileError(f"{graph.name}: onnxruntime {_how_it_ended(done)}")
+    result = {"operators": {}, "sizes": {}, "peak_rss_bytes": 0, **lines[-1]}
+    notes = []
+    if crashed_in_trial:
+        sizes = result.get("trying") or "the declared shapes"
+        notes.append(f"the trial run was not possible: onnxruntime was ended by signal {-done.returncode} at {sizes}")
+    elif "failed" in result:
+        notes.append(f"the trial run was not possible: {result['failed']}. Give sizes that fit with --shapes")
+    elif result["not_finite"]:
+        notes.append(f"fed with zeros, the outputs {', '.join(result['not_finite'])} are not finite")
+    return {
+        "operators": result["operators"],
+        "sizes": result["sizes"],
+        "notes": notes,
+        "seconds": round(time.monotonic() - started, 3),
+        "peak_rss_bytes": result["peak_rss_bytes"],
+    }
 
 
 def build(graph: Path, weights_folder: Path, stage: StageInfo, dims: Mapping[str, Dim], accuracy: str) -> StageReport:
@@ -52,13 +117,9 @@ def build(graph: Path, weights_folder: Path, stage: StageInfo, dims: Mapping[str
         "stage": stage.model_dump(),
         "dims": {name: dim.model_dump() for name, dim in dims.items()},
     }
-    # -P: without it, modules in the working folder would stand in for the standard library's.
-    command = [sys.executable, "-P", "-m", "intaglio.engines.cpu_build"]
-    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False)
+    done = _run_child("cpu_build", request)
     if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-        how = f"was ended by signal {-done.returncode}" if done.returncode < 0 else "failed"
-        raise CompileError(f"{graph.stem}: onnxruntime {how} while building: {last[0]}")
+        raise CompileError(f"{graph.stem}: onnxruntime {_how_it_ended(done)}")
     result = json.loads(done.stdout.splitlines()[-1])
     model = ir.load(graph)
     weight_bytes, weight_count = weight_size(model)
@@ -78,11 +139,23 @@ def build(graph: Path, weights_folder: Path, stage: StageInfo, dims: Mapping[str
     )
 
 
+def _run_child(module: str, request: Mapping[str, Any]) -> subprocess.CompletedProcess[str]:
+    # -P: without it, modules in the working folder would stand in for the standard library's.
+    command = [sys.executable, "-P", "-m", f"intaglio.engines.{module}"]
+    return subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False)
+
+
+def _how_it_ended(done: subprocess.CompletedProcess[str]) -> str:
+    last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+    how = f"was ended by signal {-done.returncode}" if done.returncode < 0 else "failed"
+    return f"{how} while building: {last[0]}"
+
+
 def load(
     name: str,
     graph: Path,
     weights_folder: Path,
-    stage: StageInfo,
+    stage: Interface,
     dims: Mapping[str, Dim],
     *,
     threads: int = 0,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from intaglio.engines.onnxruntime_ import import_onnxruntime
-from intaglio.engines.shapes import check_feeds, smallest_sizes
+from intaglio.engines.shapes import Interface, check_feeds, smallest_sizes
 from intaglio.errors import EngineError
 from intaglio.exporters.bundle import Dim, StageInfo
 from intaglio.kernels.cpu.library import library_path
@@ -27,7 +27,7 @@ class CpuSession:
         name: str,
         graph: Path,
         weights_folder: Path,
-        stage: StageInfo,
+        stage: Interface,
         dims: Mapping[str, Dim],
         *,
         threads: int = 0,

@@ -44,11 +44,33 @@ def stage_identity(
     bundle: Bundle, stage: str, target: str, compiler: str, accuracy: str, dims: dict[str, Dim]
 ) -> Identity:
     """The identity that ``stage`` of ``bundle`` has on this machine. No weight is read: hashes are the bundle's."""
-    return Identity(
+    return make_identity(
         target=target,
         graph_sha256=bundle.stages[stage].sha256,
         weights_sha256=bundle.weights.sha256,
         dtype=bundle.dtype,
+        accuracy=accuracy,
+        dims=dims,
+        compiler=compiler,
+    )
+
+
+def make_identity(
+    *,
+    target: str,
+    graph_sha256: str,
+    weights_sha256: str,
+    dtype: str,
+    accuracy: str,
+    dims: dict[str, Dim],
+    compiler: str,
+) -> Identity:
+    """An identity on this machine and with these lowering passes."""
+    return Identity(
+        target=target,
+        graph_sha256=graph_sha256,
+        weights_sha256=weights_sha256,
+        dtype=dtype,
         accuracy=accuracy,
         shapes=dims,
         compiler=compiler,

@@ -10,7 +10,8 @@ class StageReport(BaseModel):
 
     ``attention_fused`` of ``attention_total`` ran as one kernel; ``operators`` counts what ran in the smallest run;
     ``fallbacks`` names ops of ours that ran as their body of standard ops instead of as a kernel. ``peak_rss_bytes``
-    is that of the building process.
+    is that of the building process. Of a model that others wrote, ``trial_sizes`` are those of the smallest run, and
+    ``notes`` say if there was none and why.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -27,6 +28,8 @@ class StageReport(BaseModel):
     seconds: float
     peak_rss_bytes: int
     from_cache: bool = False
+    trial_sizes: dict[str, int] = {}
+    notes: tuple[str, ...] = ()
 
 
 class Report(BaseModel):

@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from intaglio.errors import InputError
-from intaglio.exporters.bundle import Dim, StageInfo, evaluate_dim
+from intaglio.exporters.bundle import Dim, evaluate_dim
+
+
+class Tensor(Protocol):
+    """An input or output; ``shape`` None is of unknown rank."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int | str, ...] | None: ...
+
+
+class Interface(Protocol):
+    """What a session needs to know: a stage of a bundle, or a model that others wrote."""
+
+    @property
+    def inputs(self) -> Sequence[Tensor]: ...
+    @property
+    def outputs(self) -> Sequence[Tensor]: ...
 
 
 def override_dims(dims: Mapping[str, Dim], shapes: str | None) -> dict[str, Dim]:
     """``dims`` with ``NAME=VALUE`` or ``NAME=MIN:OPT:MAX``, comma-separated, in their place. Raises InputError."""
     result = dict(dims)
     for item in filter(None, (shapes or "").split(",")):
-        match = re.fullmatch(r"\s*(\w+)=(\d+)(?::(\d+):(\d+))?\s*", item)
+        match = re.fullmatch(r"\s*([^=]*[^=\s])=(\d+)(?::(\d+):(\d+))?\s*", item)
         if not match:
             raise InputError(f"--shapes: {item!r} is not NAME=VALUE or NAME=MIN:OPT:MAX")
         name, low = match[1], int(match[2])
@@ -43,7 +63,7 @@ def smallest_sizes(dims: Mapping[str, Dim]) -> dict[str, int]:
     return sizes
 
 
-def check_feeds(stage_name: str, stage: StageInfo, dims: Mapping[str, Dim], feeds: Mapping[str, Any]) -> None:
+def check_feeds(stage_name: str, stage: Interface, dims: Mapping[str, Dim], feeds: Mapping[str, Any]) -> None:
     """Checks names, dtypes and shapes of ``feeds`` against a stage. Raises InputError naming the input.
 
     A value needs ``shape``; one with a ``dtype`` is checked for it too.
@@ -58,6 +78,8 @@ def check_feeds(stage_name: str, stage: StageInfo, dims: Mapping[str, Dim], feed
         dtype = getattr(feeds[name], "dtype", None)
         if dtype is not None and str(dtype) != tensor.dtype:
             raise InputError(f"{stage_name}: {name} is {dtype}, expected {tensor.dtype}")
+        if tensor.shape is None:
+            continue
         fits = len(shape) == len(tensor.shape) and all(
             found == (wanted if isinstance(wanted, int) else sizes.setdefault(wanted, found))
             for found, wanted in zip(shape, tensor.shape, strict=True)

@@ -3,14 +3,15 @@
 Shape suffixes: B batch, V vocabulary.
 
 The order and the meaning of the filters are those of transformers (`generation/logits_process.py`):
-temperature, then top-k (Fan et al. 2018, arXiv:1805.04833), then top-p (Holtzman et al. 2019,
-arXiv:1904.09751).
+repetition penalty (Keskar et al. 2019, arXiv:1909.05858), temperature, then top-k (Fan et al. 2018,
+arXiv:1805.04833), top-p (Holtzman et al. 2019, arXiv:1904.09751), min-p (Nguyen et al. 2024, arXiv:2407.01082).
 """
 
 from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,10 +23,13 @@ from intaglio.errors import EngineError, InputError
 class SamplingParams:
     """How tokens are chosen.
 
-    temperature: 0 always takes the most probable token, and the other fields then have no effect; else logits
+    temperature: 0 always takes the most probable token, and only repetition_penalty then has an effect; else logits
     are divided by it. top_k: only this many most probable tokens are kept, and those equal to the last of
     them. top_p: only the fewest most probable tokens whose probabilities reach this sum are kept, at least
-    one. seed: None draws one from the operating system.
+    one. min_p: only tokens at least this many times as probable as the most probable one are kept, of those that
+    the other filters left. repetition_penalty: the logits of tokens that are in the prompt or were written before
+    are divided by it where positive and multiplied by it where negative; above 1 makes repetition less probable.
+    seed: None draws one from the operating system.
 
     Raises InputError for a value that means nothing.
     """
@@ -34,6 +38,8 @@ class SamplingParams:
     top_k: int | None = None
     top_p: float | None = None
     seed: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
 
     def __post_init__(self) -> None:
         if not _is_real(self.temperature) or not math.isfinite(self.temperature) or self.temperature < 0:
@@ -44,6 +50,13 @@ class SamplingParams:
             raise InputError(f"top_k is {self.top_k!r}; expected an integer of at least 1, or None to keep all.")
         if self.top_p is not None and (not _is_real(self.top_p) or not 0 < self.top_p <= 1):
             raise InputError(f"top_p is {self.top_p!r}; expected a number above 0 and at most 1, or None.")
+        if self.min_p is not None and (not _is_real(self.min_p) or not 0 <= self.min_p <= 1):
+            raise InputError(f"min_p is {self.min_p!r}; expected a number from 0 to 1, or None.")
+        penalty = self.repetition_penalty
+        if penalty is not None and (not _is_real(penalty) or not math.isfinite(penalty) or penalty <= 0):
+            raise InputError(
+                f"repetition_penalty is {penalty!r}; expected a finite number above 0 (1 changes nothing), or None."
+            )
         if self.seed is not None and (not _is_integer(self.seed) or self.seed < 0):
             raise InputError(f"seed is {self.seed!r}; expected an integer of at least 0, or None.")
 
@@ -68,15 +81,16 @@ class Sampler:
         seed = None if params.seed is None else int(params.seed)
         self._generator = np.random.Generator(np.random.Philox(seed))
 
-    def sample(self, logits_BV: np.ndarray) -> np.ndarray:
+    def sample(self, logits_BV: np.ndarray, tokens: Sequence[Sequence[int]] | None = None) -> np.ndarray:
         """Takes float32 logits [batch, vocab] and returns int64 token ids [batch].
 
-        Raises EngineError for another shape or dtype and for logits that are not finite.
+        ``tokens`` are those of each row so far, prompt included and padding left out; a repetition penalty needs
+        them. Raises EngineError for another shape or dtype and for logits that are not finite, InputError where
+        tokens are missing.
         """
-        _check_logits(logits_BV)
         if self.params.temperature == 0:
-            return np.argmax(logits_BV, axis=-1).astype(np.int64)
-        probabilities_BV = self.probabilities(logits_BV)
+            return np.argmax(self._penalized(logits_BV, tokens), axis=-1).astype(np.int64)
+        probabilities_BV = self.probabilities(logits_BV, tokens)
         uniforms_B = self._generator.random(len(logits_BV))
         tokens_B = np.empty(len(logits_BV), np.int64)
         for row, (probabilities_V, uniform) in enumerate(zip(probabilities_BV, uniforms_B, strict=True)):
@@ -86,16 +100,15 @@ class Sampler:
             tokens_B[row] = np.searchsorted(cumulative_V, uniform * cumulative_V[-1], side="right")
         return tokens_B
 
-    def probabilities(self, logits_BV: np.ndarray) -> np.ndarray:
+    def probabilities(self, logits_BV: np.ndarray, tokens: Sequence[Sequence[int]] | None = None) -> np.ndarray:
         """The float64 distribution [batch, vocab] that `sample` draws from, 0 for filtered tokens.
 
-        Raises EngineError like `sample`, InputError at temperature 0, where nothing is drawn.
+        Raises the errors of `sample`, and InputError at temperature 0, where nothing is drawn.
         """
-        _check_logits(logits_BV)
         params = self.params
         if params.temperature == 0:
             raise InputError("temperature is 0: the most probable token is taken and there is no distribution.")
-        scores_BV = logits_BV.astype(np.float64)
+        scores_BV = self._penalized(logits_BV, tokens).astype(np.float64)
         # Taking the maximum off first changes no probability and keeps a tiny temperature from overflowing to
         # inf - inf.
         scores_BV -= scores_BV.max(axis=-1, keepdims=True)
@@ -105,7 +118,29 @@ class Sampler:
             scores_BV = _keep_top_k(scores_BV, int(params.top_k))
         if params.top_p is not None and params.top_p < 1:
             scores_BV = _keep_top_p(scores_BV, float(params.top_p))
+        if params.min_p is not None and params.min_p > 0:
+            scores_BV = _keep_min_p(scores_BV, float(params.min_p))
         return _softmax(scores_BV)
+
+    def _penalized(self, logits_BV: np.ndarray, tokens: Sequence[Sequence[int]] | None) -> np.ndarray:
+        """The checked logits after the repetition penalty."""
+        _check_logits(logits_BV)
+        if self.params.repetition_penalty in (None, 1):
+            return logits_BV
+        if tokens is None or len(tokens) != len(logits_BV):
+            raise InputError("a repetition penalty needs the tokens so far of every row of the logits.")
+        # In float32, as the logits are: greedy choices are then those of transformers to the last bit.
+        penalty = np.float32(self.params.repetition_penalty)
+        largest = np.finfo(np.float32).max
+        scores_BV = logits_BV.copy()
+        for scores_V, row in zip(scores_BV, tokens, strict=True):
+            seen = np.unique(np.asarray(row, np.int64))
+            # A vocabulary may be wider than the logits.
+            seen = seen[seen < len(scores_V)]
+            with np.errstate(over="ignore"):
+                changed = np.where(scores_V[seen] < 0, scores_V[seen] * penalty, scores_V[seen] / penalty)
+            scores_V[seen] = np.clip(changed, -largest, largest)
+        return scores_BV
 
 
 def _check_logits(logits_BV: np.ndarray) -> None:
@@ -143,6 +178,11 @@ def _keep_top_p(scores_BV: np.ndarray, top_p: float) -> np.ndarray:
     removed_BV = np.empty_like(remove_BV)
     np.put_along_axis(removed_BV, order_BV, remove_BV, axis=-1)
     return np.where(removed_BV, -np.inf, scores_BV)
+
+
+def _keep_min_p(scores_BV: np.ndarray, min_p: float) -> np.ndarray:
+    probabilities_BV = _softmax(scores_BV)
+    return np.where(probabilities_BV < min_p * probabilities_BV.max(axis=-1, keepdims=True), -np.inf, scores_BV)
 
 
 def _softmax(scores_BV: np.ndarray) -> np.ndarray:

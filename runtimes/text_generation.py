@@ -46,15 +46,18 @@ class TextScore:
 class GenerationOptions(TypedDict, total=False):
     """Options of a generation.
 
-    max_new_tokens: most tokens to write (128). temperature: 0 is greedy (0). top_k, top_p: filters of a draw (none).
-    seed: makes draws repeatable (none). chat: the prompt is a user's message for the model's chat template (False).
-    progress: a callback for ``tokens``, which can cancel.
+    max_new_tokens: most tokens to write (128). temperature: 0 is greedy (0). top_k, top_p, min_p: filters of a draw
+    (none). repetition_penalty: above 1 makes tokens of the prompt and the text so far less probable, also in greedy
+    choices (none). seed: makes draws repeatable (none). chat: the prompt is a user's message for the model's chat
+    template (False). progress: a callback for ``tokens``, which can cancel.
     """
 
     max_new_tokens: int
     temperature: float
     top_k: int | None
     top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
     seed: int | None
     chat: bool
     progress: ProgressCallback | None
@@ -69,6 +72,8 @@ class _Generation:
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
         seed: int | None = None,
         chat: bool = False,
         progress: ProgressCallback | None = None,
@@ -76,7 +81,14 @@ class _Generation:
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
         self.max_new_tokens, self.chat, self.progress = max_new_tokens, chat, progress
-        self.sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+        self.sampling = SamplingParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+        )
 
 
 class TextGenerationPipeline:
@@ -207,7 +219,10 @@ class TextGenerationPipeline:
         decoding = Decoding(self._generate, prompts, self.tokenizer.pad_token_id or 0)
         # Vocabularies are padded in some models: the rows past the tokenizer's stand for nothing.
         vocab_size = self.tokenizer.vocab_size
+        so_far = [list(prompt) for prompt in prompts]
         for _ in range(min(generation.max_new_tokens, self.context_length - decoding.length)):
-            tokens_B = sampler.sample(decoding.step()[:, :vocab_size])
+            tokens_B = sampler.sample(decoding.step()[:, :vocab_size], so_far)
             yield [int(token) for token in tokens_B]
+            for row, token in zip(so_far, tokens_B, strict=True):
+                row.append(int(token))
             decoding.put(tokens_B)

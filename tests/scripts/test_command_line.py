@@ -50,6 +50,9 @@ def test_run_is_repeatable_and_draws_by_seed(engine: Path) -> None:
     assert text() == text("--threads", 1)
     drawn = [text("--temperature", 1.5, "--top-k", 50, "--top-p", 0.95, "--seed", seed) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
+    # The tiny model repeats itself until it is kept from it; of what is as likely as the likeliest, one is left.
+    assert text("--repetition-penalty", 1.5) != text()
+    assert text("--temperature", 1.5, "--min-p", 1.0, "--seed", 3) == text()
 
 
 def test_the_prompt_can_come_from_stdin(engine: Path) -> None:
@@ -107,6 +110,8 @@ def test_parity_agrees_and_finds_what_differs(engine: Path) -> None:
         (("run", "{bundle}", "x" * 64), "has 64 tokens, no room is left in a context of 64"),
         (("run", "{bundle}", "hello", "--temperature", "-1"), "temperature is -1.0"),
         (("run", "{bundle}", "hello", "--top-p", "2"), "top_p is 2.0"),
+        (("run", "{bundle}", "hello", "--min-p", "2"), "min_p is 2.0"),
+        (("run", "{bundle}", "hello", "--repetition-penalty", "0"), "repetition_penalty is 0.0"),
         (("run", "{bundle}", "hello", "--target", "abacus"), "the target 'abacus' is unknown"),
         (("run", "{bundle}", "hello", "--max-new-tokens", "0"), "max-new-tokens"),
         (("inspect", "{bundle}/bundle.json"), "neither GGUF"),
