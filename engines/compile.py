@@ -35,7 +35,8 @@ def compile_bundle(
 
     ``shapes`` overrides the dims table (``NAME=VALUE`` or ``NAME=MIN:OPT:MAX``, comma-separated). A stage built
     before from the same graph, weights, dims and compiler comes from the cache, and none of its weights is read.
-    Raises BundleError, InputError, CompileError, RuntimeMissingError. A failed build leaves the old engine in place.
+    Raises BundleError, InputError, CompileError, OutputError, RuntimeMissingError; a failed build leaves the old
+    engine in place.
     """
     folder = Path(bundle)
     described = read_bundle(folder)

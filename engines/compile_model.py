@@ -48,7 +48,7 @@ def compile_model(
     The engine is whole: it holds the file and its external data (as hard links where the system allows). ``shapes``
     bounds dims (``NAME=VALUE`` or ``NAME=MIN:OPT:MAX``, comma-separated). A model built before, with the same dims
     and compiler, is not built again. That the trial run was not possible is said in the report and is no error.
-    Raises CompileError, InputError, BundleError if nothing can be written, RuntimeMissingError. A failed build leaves
+    Raises CompileError, InputError, OutputError if nothing can be written, RuntimeMissingError. A failed build leaves
     the old engine in place.
     """
     path = Path(model)

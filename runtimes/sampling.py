@@ -76,8 +76,10 @@ class Sampler:
     cumulative distribution over token ids in ascending order. Greedy choice takes none.
     """
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(self, params: SamplingParams, excluded: np.ndarray | None = None) -> None:
+        """``excluded`` are ids that are never chosen, since they stand for no token."""
         self.params = params
+        self._excluded = excluded
         seed = None if params.seed is None else int(params.seed)
         self._generator = np.random.Generator(np.random.Philox(seed))
 
@@ -123,8 +125,15 @@ class Sampler:
         return _softmax(scores_BV)
 
     def _penalized(self, logits_BV: np.ndarray, tokens: Sequence[Sequence[int]] | None) -> np.ndarray:
-        """The checked logits after the repetition penalty."""
+        """The checked logits after the repetition penalty; minus infinity for what is excluded."""
         _check_logits(logits_BV)
+        if self._excluded is not None and len(self._excluded):
+            scores_BV = self._repetition_penalized(logits_BV, tokens).copy()
+            scores_BV[:, self._excluded] = -np.inf
+            return scores_BV
+        return self._repetition_penalized(logits_BV, tokens)
+
+    def _repetition_penalized(self, logits_BV: np.ndarray, tokens: Sequence[Sequence[int]] | None) -> np.ndarray:
         if self.params.repetition_penalty in (None, 1):
             return logits_BV
         if tokens is None or len(tokens) != len(logits_BV):

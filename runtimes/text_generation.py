@@ -5,7 +5,7 @@ Shape suffixes: B batch, S tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypedDict, Unpack
@@ -18,6 +18,9 @@ from intaglio.progress import Progress, ProgressCallback
 from intaglio.runtimes.decoding import Decoding
 from intaglio.runtimes.sampling import Sampler, SamplingParams
 from intaglio.runtimes.tokenizer import Tokenizer
+
+# A text to continue, or the messages of a conversation to answer.
+Prompt = str | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ class TextGenerationPipeline:
         info = self.engine.bundle.tokenizer
         if info is None:
             raise BundleError(
-                f"{self.engine.bundle_path}: holds no tokenizer, since its source had no tokenizer.json; add one to "
+                f"{self.engine.bundle_path}: holds no tokenizer, since its source had none; add tokenizer.json to "
                 "the checkpoint and export again"
             )
         return Tokenizer(
@@ -130,27 +133,30 @@ class TextGenerationPipeline:
     def _score(self) -> Any:
         return self.engine.load("score", threads=self._threads)
 
+    def warm_up(self) -> None:
+        """Loads the tokenizer and the stage that writes, which the first prompt otherwise waits for."""
+        _ = self.tokenizer, self._generate
+
     @property
     def context_length(self) -> int:
-        """The most tokens that prompt and continuation may have together."""
+        """The most tokens that prompt and continuation may have together, in this engine."""
         dims = self.engine.dims
-        return dims["total_sequence" if "total_sequence" in dims else "sequence"].max
+        return min(dims["total_sequence"].max, dims["past_sequence"].max + 1)
 
-    def __call__(self, prompt: str, **options: Unpack[GenerationOptions]) -> TextOutput:
-        """Continues ``prompt``.
+    def __call__(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> TextOutput:
+        """Continues ``prompt``, or answers it if it is a list of messages (``role`` and ``content``).
 
         Raises InputError for an empty prompt, one that leaves no room in the context, or an option out of range;
         EngineError.
         """
         return self.batch([prompt], **options)[0]
 
-    def batch(self, prompts: Sequence[str], **options: Unpack[GenerationOptions]) -> list[TextOutput]:
+    def batch(self, prompts: Sequence[Prompt], **options: Unpack[GenerationOptions]) -> list[TextOutput]:
         """Continues several prompts at once (padded on the left). Options and errors as in a call."""
-        if not prompts:
-            return []
         generation = _Generation(**options)
-        ids = [self._encode(text, generation.chat) for text in prompts]
-        count = Progress(generation.progress, "tokens", generation.max_new_tokens, "tokens")
+        ids = [self._encode(prompt, generation.chat) for prompt in prompts]
+        if not ids:
+            return []
         rows: list[list[int]] = [[] for _ in ids]
         ended = [False] * len(ids)
         for tokens in self._tokens(ids, generation):
@@ -158,12 +164,12 @@ class TextGenerationPipeline:
                 if not ended[row]:
                     ended[row] = token in self.tokenizer.eos_token_ids
                     rows[row].append(token)
-            count.advance(1)
             if all(ended):
                 break
         return [
             TextOutput(
-                text=self.tokenizer.decode(row),
+                # An end token need not be one that decoding skips.
+                text=self.tokenizer.decode(row[:-1] if stopped else row),
                 token_ids=tuple(row),
                 prompt_tokens=len(prompt_ids),
                 finish_reason="stop" if stopped else "length",
@@ -171,14 +177,18 @@ class TextGenerationPipeline:
             for row, prompt_ids, stopped in zip(rows, ids, ended, strict=True)
         ]
 
-    def stream(self, prompt: str, **options: Unpack[GenerationOptions]) -> Iterator[str]:
+    def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Iterator[str]:
         """Yields the continuation of ``prompt``, a piece for each token, and at the end what is left of a character.
 
-        A piece may be empty, and never holds half a character. Options and errors as in a call.
+        A piece may be empty, and never holds half a character. Options and errors as in a call; the prompt and the
+        options are checked before this returns.
         """
         generation = _Generation(**options)
+        return self._pieces(self._encode(prompt, generation.chat), generation)
+
+    def _pieces(self, ids: list[int], generation: _Generation) -> Iterator[str]:
         text = self.tokenizer.stream()
-        for (token,) in self._tokens([self._encode(prompt, generation.chat)], generation):
+        for (token,) in self._tokens([ids], generation):
             if token in self.tokenizer.eos_token_ids:
                 break
             yield text.put(token)
@@ -186,7 +196,7 @@ class TextGenerationPipeline:
 
     def score(self, text: str) -> TextScore:
         """Scores ``text`` with the ``score`` stage. Raises InputError for less than two tokens."""
-        ids = self._encode(text, chat=False)
+        ids = self._encode(text, chat=False, room=0)
         if len(ids) < 2:
             raise InputError(f"the text has {len(ids)} tokens; at least two are needed for a score")
         tokens_BS = np.array([ids], np.int64)
@@ -201,28 +211,42 @@ class TextGenerationPipeline:
         logprobs = chosen - np.log(np.exp(logits_SV).sum(axis=-1))
         return TextScore(tuple(ids), tuple(float(value) for value in logprobs))
 
-    def _encode(self, prompt: str, chat: bool) -> list[int]:
+    def _encode(self, prompt: Prompt, chat: bool, room: int = 1) -> list[int]:
+        """Token ids of a prompt that leaves ``room`` in the context."""
+        if isinstance(prompt, str):
+            messages: Sequence[Mapping[str, Any]] = [{"role": "user", "content": prompt}]
+        else:
+            messages, chat = prompt, True
         if chat:
-            prompt = self.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
-        ids = self.tokenizer.encode(prompt, add_special_tokens=not chat)
+            text = self.tokenizer.apply_chat_template(messages)
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+        else:
+            ids = self.tokenizer.encode(str(prompt))
         if not ids:
             raise InputError("the prompt is empty, and this model has no token that begins a text; give it some text")
-        if len(ids) >= self.context_length:
+        if len(ids) + room > self.context_length:
             raise InputError(
                 f"the prompt has {len(ids)} tokens, no room is left in a context of {self.context_length}; shorten it"
             )
+        if len(ids) > (longest := self.engine.dims["sequence"].max):
+            raise InputError(f"the prompt has {len(ids)} tokens, but the engine was compiled for at most {longest}")
         return ids
 
     def _tokens(self, prompts: Sequence[Sequence[int]], generation: _Generation) -> Iterator[list[int]]:
         """The next token of every row, until there are enough or the context is full."""
-        sampler = Sampler(generation.sampling)
+        sampler = Sampler(generation.sampling, self._ids_without_token)
         decoding = Decoding(self._generate, prompts, self.tokenizer.pad_token_id or 0)
-        # Vocabularies are padded in some models: the rows past the tokenizer's stand for nothing.
-        vocab_size = self.tokenizer.vocab_size
         so_far = [list(prompt) for prompt in prompts]
-        for _ in range(min(generation.max_new_tokens, self.context_length - decoding.length)):
-            tokens_B = sampler.sample(decoding.step()[:, :vocab_size], so_far)
+        steps = min(generation.max_new_tokens, self.context_length - decoding.length)
+        count = Progress(generation.progress, "tokens", steps, "tokens")
+        for _ in range(steps):
+            tokens_B = sampler.sample(decoding.step(), so_far)
+            count.advance(1)
             yield [int(token) for token in tokens_B]
             for row, token in zip(so_far, tokens_B, strict=True):
                 row.append(int(token))
             decoding.put(tokens_B)
+
+    @cached_property
+    def _ids_without_token(self) -> np.ndarray:
+        return self.tokenizer.ids_without_token(self.engine.bundle.config["vocab_size"])

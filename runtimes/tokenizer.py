@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+import numpy as np
 import tokenizers
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -57,6 +58,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """The number of tokens, added ones included. Logits may be wider: models pad their vocabulary."""
         return self._tokenizer.get_vocab_size()
+
+    def ids_without_token(self, width: int) -> np.ndarray:
+        """The ids below ``width`` that stand for nothing: padding of a model's vocabulary, gaps in a tokenizer's."""
+        used = np.fromiter(self._tokenizer.get_vocab(with_added_tokens=True).values(), np.int64)
+        return np.setdiff1d(np.arange(width, dtype=np.int64), used)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`.

@@ -44,8 +44,9 @@ def run(
         with progress_bar(quiet=quiet) as progress:
             intaglio.compile(bundle, target, progress=progress)
     pipeline = intaglio.load(bundle, target, threads=threads)
+    pipeline.warm_up()
     text = _read_stdin() if prompt == "-" else prompt
-    started, pieces = time.monotonic(), 0
+    started, times = time.monotonic(), []
     for piece in pipeline.stream(
         text,
         max_new_tokens=max_new_tokens,
@@ -59,14 +60,13 @@ def run(
     ):
         sys.stdout.write(piece)
         sys.stdout.flush()
-        pieces += 1
+        times.append(time.monotonic() - started)
     sys.stdout.write("\n")
-    seconds = time.monotonic() - started
     # The last piece flushes what the text decoder held back; it is no token.
-    say(
-        f"{pieces - 1} tokens in {seconds:.1f} s ({(pieces - 1) / seconds:.1f} a second, prompt included)",
-        quiet=quiet,
-    )
+    tokens = len(times) - 1
+    if tokens > 1 and not quiet:
+        rate = (tokens - 1) / (times[-2] - times[0])
+        say(f"{tokens} tokens: the first after {times[0]:.2f} s, then {rate:.1f} a second")
 
 
 def _read_stdin() -> str:

@@ -101,7 +101,7 @@ def decoder_dims(config: DecoderConfig) -> dict[str, Dim]:
     """The dims table of :func:`decoder_stages`."""
     context = context_length(config.max_position_embeddings, config.rope_scaling)
     return {
-        "batch": Dim(min=1, opt=1, max=64),
+        "batch": Dim(min=1, opt=1, max=1024),
         "sequence": Dim(min=1, opt=1, max=context),
         "past_sequence": Dim(min=0, opt=min(512, context - 1), max=context - 1),
         "total_sequence": Dim(min=1, max=context, expression="past_sequence + sequence"),

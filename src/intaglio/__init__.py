@@ -14,22 +14,25 @@ An ONNX file that others wrote needs no export:
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from intaglio.engines.report import Report
+    from intaglio.errors import IntaglioError
     from intaglio.exporters.checkpoints import open_checkpoint
     from intaglio.exporters.export import export
     from intaglio.progress import ProgressCallback
     from intaglio.runtimes.bench import bench
     from intaglio.runtimes.parity import parity
 
-__all__ = ["bench", "compile", "export", "load", "open_checkpoint", "parity"]
+__all__ = ["IntaglioError", "bench", "compile", "export", "load", "open_checkpoint", "parity"]
 
 # Loaded when first used: exporting needs no runtime, and running no exporter.
 _WHERE = {
     "bench": ("intaglio.runtimes.bench", "bench"),
+    "IntaglioError": ("intaglio.errors", "IntaglioError"),
     "export": ("intaglio.exporters.export", "export"),
     "parity": ("intaglio.runtimes.parity", "parity"),
     "open_checkpoint": ("intaglio.exporters.checkpoints", "open_checkpoint"),
@@ -79,6 +82,8 @@ def load(source: str | Path, target: str = "cpu", *, threads: int = 0) -> Any:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.metadata.version("intaglio")
     if name not in _WHERE:
         raise AttributeError(f"module 'intaglio' has no attribute {name!r}")
     module, attribute = _WHERE[name]

@@ -25,7 +25,7 @@ from intaglio.engines import cache, cpu, model_build
 from intaglio.engines.model_build import TRIAL_SIZES
 from intaglio.engines.model_engine import NO_MAXIMUM, is_model_engine, read_model_engine, read_model_report
 from intaglio.engines.onnx_file import read_onnx
-from intaglio.errors import BundleError, CompileError, EngineError, InputError
+from intaglio.errors import CompileError, EngineError, InputError, OutputError
 from intaglio.exporters.bundle import Dim
 
 
@@ -455,7 +455,7 @@ def test_where_the_engine_goes(tmp_path: Path) -> None:
     (tmp_path / "mine" / "cpu").mkdir()
     (tmp_path / "mine" / "cpu" / "thesis.txt").write_text("x")
     (tmp_path / "file").write_text("x")
-    for output, error in (("mine", CompileError), ("file", (CompileError, BundleError))):
+    for output, error in (("mine", CompileError), ("file", (CompileError, OutputError))):
         with pytest.raises(error, match=r"is no engine of an ONNX file|cannot be written"):
             intaglio.compile(other, output=tmp_path / output)
     assert (tmp_path / "mine" / "cpu" / "thesis.txt").read_text() == "x"
