@@ -86,7 +86,8 @@ def test_ids_that_stand_for_nothing_are_never_chosen(tmp_path: Path) -> None:
     folder = tiny_checkpoint.write(tmp_path / "checkpoint", config={"vocab_size": 270}, weights=weights)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     hole = set(range(40, 90))
-    tokenizer["model"]["vocab"] = {t: i for t, i in tokenizer["model"]["vocab"].items() if i not in hole}
+    vocab = {**tokenizer["model"]["vocab"], "<s>": 256, "</s>": 257}
+    tokenizer["model"]["vocab"] = {token: i for token, i in vocab.items() if i not in hole}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     intaglio.export(folder, tmp_path / "bundle")
     intaglio.compile(tmp_path / "bundle")
