@@ -173,8 +173,8 @@ def mlx_rows(what: str, tensor: CheckpointTensor, first: int, rows: GroupedQuant
         row, group = (int(i) for i in np.argwhere(bad)[0])
         raise CheckpointError(
             f"{what}: row {first + row}, group {group} of {tensor.storage} has the scale {float(wide[row, group])!r} "
-            f"and would need the bias {float(biases[row, group])!r}, which {tensor.layout.scale_dtype.name} does not hold; "
-            "it cannot be written exactly. Ask for --type F32"
+            f"and would need the bias {float(biases[row, group])!r}, which {tensor.layout.scale_dtype.name} does not "
+            "hold exactly, or which does not give the same values; it is not written. Ask for --type F32"
         )
     repeats = quantization.group_size // _mlx_group_size(quantization.group_size)
     return rows.codes, np.repeat(scales, repeats, axis=1), np.repeat(held, repeats, axis=1)
