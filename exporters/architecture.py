@@ -20,6 +20,7 @@ from onnxscript import OpBuilder, nn
 from intaglio.errors import ConfigError, WeightsError
 from intaglio.exporters.bundle import Dim
 from intaglio.exporters.checkpoints.gguf_decoder import CONFIG_TENSORS
+from intaglio.exporters.checkpoints.mlx import UnresolvedMlxTensor, is_mlx_quantization, with_width
 from intaglio.exporters.checkpoints.tensors import Checkpoint, CheckpointTensor, reorder_rows
 from intaglio.exporters.config import ConfigKeys
 
@@ -96,9 +97,10 @@ def find_architecture(checkpoint: Checkpoint) -> tuple[Architecture, ConfigKeys]
     if not checkpoint.config:
         raise ConfigError(f"{source}: is missing or empty; a safetensors checkpoint needs the model's config.json")
     for key in ("quantization_config", "quantization"):
-        if checkpoint.config.get(key):
+        if checkpoint.config.get(key) and not is_mlx_quantization(checkpoint.config[key]):
             raise ConfigError(
-                f"{source}: has {key}; quantized safetensors are not read yet. Take the unquantized model or a GGUF."
+                f"{source}: has {key} that is not MLX's (bits and group_size); other quantized safetensors are not "
+                "read yet. Take the unquantized model, an MLX one or a GGUF."
             )
     classes, model_type = checkpoint.config.get("architectures") or [], checkpoint.config.get("model_type")
     if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
@@ -136,6 +138,7 @@ def match_weights(
     source: str,
     *,
     allow_unused: bool = False,
+    advice: str = "--allow-unused goes on without them",
 ) -> tuple[dict[str, CheckpointTensor], list[str]]:
     """Pairs the ``needed`` parameters of ``model`` with their tensors, and lists the tensors that none needs.
 
@@ -143,6 +146,11 @@ def match_weights(
     """
     known = {name: _shape(parameter) for name, parameter in model.named_parameters()}
     declared = {name: shape for name, shape in known.items() if name in needed}
+    # Some quantized tensors take their layout from the width that is declared here.
+    tensors = {name: with_width(tensor, known.get(name)) for name, tensor in tensors.items()}
+    undecided = [tensors[name] for name in declared if isinstance(tensors.get(name), UnresolvedMlxTensor)]
+    if undecided:
+        undecided[0].read_rows(0, 0)  # raises
     problems = []
     missing = [f"{name} {list(shape)}" for name, shape in declared.items() if name not in tensors]
     if missing:
@@ -155,20 +163,23 @@ def match_weights(
     if wrong:
         problems.append(_listing(f"{len(wrong)} tensors have a shape that disagrees with the config", wrong))
     unreadable = [
-        f"{name} is {tensors[name].storage}"
-        for name in declared
-        if name in tensors and tensors[name].dtype is None and tensors[name].layout is None
+        f"{name} is {tensors[name].storage}" for name in declared if name in tensors and not _is_weight(tensors[name])
     ]
     if unreadable:
         problems.append(_listing(f"{len(unreadable)} tensors are stored in a type that is not read", unreadable))
     others = [name for name in tensors if name not in declared]
     unknown = [name for name in others if name not in known and not unneeded(name)]
     if unknown and not allow_unused:
-        text = f"{len(unknown)} tensors are unknown to the architecture (--allow-unused goes on without them)"
+        text = f"{len(unknown)} tensors are unknown to the architecture ({advice})"
         problems.append(_listing(text, unknown))
     if problems:
         raise WeightsError(f"{source}: " + "\n".join(problems))
     return {name: tensors[name] for name in declared}, others
+
+
+def _is_weight(tensor: CheckpointTensor) -> bool:
+    # Integers are codes of some quantization that nobody put together, not weights.
+    return tensor.layout is not None or (tensor.dtype is not None and tensor.dtype.kind not in "iubc")
 
 
 def _shape(value: ir.Value) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import reprlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from intaglio.errors import CheckpointError
+from intaglio.exporters.checkpoints import mlx
 from intaglio.exporters.checkpoints.tensors import (
     Checkpoint,
     CheckpointTensor,
@@ -34,18 +36,39 @@ _MEMORY_FLOOR = 64 << 20
 _MAX_DIMENSIONS = 32
 _MAX_VALUES = (1 << 59) - 1
 
-_DTYPES: dict[str, np.dtype[Any]] = {
+# Every type of the format but those that share bytes between values (F4, F6_E2M3, F6_E3M2), which are listed only.
+DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "C64": np.dtype("<c8"),
+    **{f"I{8 * size}": np.dtype(f"<i{size}") for size in (1, 2, 4, 8)},
+    **{f"U{8 * size}": np.dtype(f"<u{size}") for size in (1, 2, 4, 8)},
+    "BOOL": np.dtype("?"),
 }
 
 
 def open_file(path: Path) -> Checkpoint:
     """One safetensors file. A ``config.json`` beside it is taken as its configuration."""
     config = _read_json(path.parent / "config.json") if (path.parent / "config.json").is_file() else {}
-    return Checkpoint(path, "safetensors", _read_file(path), (path,), config)
+    return _checkpoint(path, [path], [_read_file(path)], config)
+
+
+def _checkpoint(path: Path, files: list[Path], parts: list[_File], config: dict[str, Any]) -> Checkpoint:
+    tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
+    tensors, notes = mlx.join_triplets(path, tensors, config)
+    metadata: dict[str, Any] = {}
+    for file, part in zip(files, parts, strict=True):
+        for key, value in part.metadata.items():
+            if metadata.setdefault(key, value) != value:
+                notes.append(f"{file.name}: its metadata {key} is {value!r:.80}, unlike that of another shard")
+    return Checkpoint(path, "safetensors", tensors, tuple(files), config, metadata, tuple(notes))
 
 
 def open_directory(path: Path, index: Path | None = None) -> Checkpoint:
@@ -69,12 +92,12 @@ def open_directory(path: Path, index: Path | None = None) -> Checkpoint:
                 f"{path}: holds {len(files)} safetensors files ({names}) and no *.safetensors.index.json that "
                 "says which belong together; name the one to open, or fetch the index"
             )
-        return Checkpoint(path, "safetensors", _read_file(files[0]), tuple(files), config)
-    tensors, shards = _read_shards(path, index)
-    return Checkpoint(path, "safetensors", tensors, shards, config)
+        return _checkpoint(path, files, [_read_file(files[0])], config)
+    shards = _read_shards(path, index)
+    return _checkpoint(path, list(shards), list(shards.values()), config)
 
 
-def _read_shards(folder: Path, index: Path) -> tuple[dict[str, CheckpointTensor], tuple[Path, ...]]:
+def _read_shards(folder: Path, index: Path) -> dict[Path, _File]:
     content = _read_json(index)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
@@ -89,23 +112,32 @@ def _read_shards(folder: Path, index: Path) -> tuple[dict[str, CheckpointTensor]
             f"{index}: {len(missing)} of {len(names)} shards are missing in {folder}: {', '.join(missing)}. "
             "Fetch them and try again."
         )
-    tensors: dict[str, CheckpointTensor] = {}
+    shards = {folder / name: _read_file(folder / name) for name in names}
+    held: set[str] = set()
     for name in names:
-        for key, tensor in _read_file(folder / name).items():
+        for key in shards[folder / name].tensors:
             if weight_map.get(key) != name:
                 raise CheckpointError(
                     f"{folder / name}: holds {key!r}, which the index places in {weight_map.get(key)!r}"
                 )
-            tensors[key] = tensor
-    absent = sorted(set(weight_map) - set(tensors))
+            held.add(key)
+    absent = sorted(set(weight_map) - held)
     if absent:
         raise CheckpointError(
             f"{index}: {len(absent)} tensors are not in the shards it names: {', '.join(absent[:20])}"
         )
-    return tensors, tuple(folder / name for name in names)
+    return shards
 
 
-def _read_file(path: Path) -> dict[str, CheckpointTensor]:
+@dataclass(frozen=True)
+class _File:
+    """The tensors of one file, and its ``__metadata__``."""
+
+    tensors: dict[str, CheckpointTensor]
+    metadata: dict[str, str]
+
+
+def _read_file(path: Path) -> _File:
     file = FileBytes(path)
     if file.size < 8:
         raise CheckpointError(f"{path}: has {file.size} bytes; a safetensors file has at least 8")
@@ -126,13 +158,15 @@ def _read_file(path: Path) -> dict[str, CheckpointTensor]:
         raise CheckpointError(f"{path}: the header is not the JSON of a safetensors file ({error})") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: the header is a JSON {type(header).__name__}, expected an object")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{path}: __metadata__ is {reprlib.repr(metadata)}, expected an object of strings")
     start, tensors, spans = 8 + length, {}, []
     for name, entry in header.items():
         tensors[name], span = _tensor(path, file, start, name, entry)
         spans.append((*span, name))
     _check_spans(path, sorted(spans), file.size - start)
-    return tensors
+    return _File(tensors, metadata)
 
 
 def _tensor(path: Path, file: FileBytes, start: int, name: str, entry: Any) -> tuple[CheckpointTensor, tuple[int, int]]:
@@ -163,9 +197,9 @@ def _tensor(path: Path, file: FileBytes, start: int, name: str, entry: Any) -> t
             f"{path}: {name}: has the shape {reprlib.repr(shape)}, expected at most {_MAX_DIMENSIONS} sizes and "
             "2^59 values"
         )
-    dtype = _DTYPES.get(storage)
+    dtype = DTYPES.get(storage)
     if dtype is None:
-        why = f"{path}: {name}: is stored as {storage!r}; read are {', '.join(_DTYPES)}"
+        why = f"{path}: {name}: is stored as {storage!r}; read are {', '.join(DTYPES)}"
         return UnreadableTensor(name, tuple(shape), storage, why), (begin, end)
     expected = dtype.itemsize
     for n in shape:

@@ -22,17 +22,19 @@ if TYPE_CHECKING:
     from intaglio.engines.report import Report
     from intaglio.errors import IntaglioError
     from intaglio.exporters.checkpoints import open_checkpoint
+    from intaglio.exporters.convert import convert
     from intaglio.exporters.export import export
     from intaglio.progress import ProgressCallback
     from intaglio.runtimes.bench import bench
     from intaglio.runtimes.parity import parity
 
-__all__ = ["IntaglioError", "bench", "compile", "export", "load", "open_checkpoint", "parity"]
+__all__ = ["IntaglioError", "bench", "compile", "convert", "export", "load", "open_checkpoint", "parity"]
 
 # Loaded when first used: exporting needs no runtime, and running no exporter.
 _WHERE = {
     "bench": ("intaglio.runtimes.bench", "bench"),
     "IntaglioError": ("intaglio.errors", "IntaglioError"),
+    "convert": ("intaglio.exporters.convert", "convert"),
     "export": ("intaglio.exporters.export", "export"),
     "parity": ("intaglio.runtimes.parity", "parity"),
     "open_checkpoint": ("intaglio.exporters.checkpoints", "open_checkpoint"),

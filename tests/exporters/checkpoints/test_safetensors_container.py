@@ -55,6 +55,46 @@ def test_a_type_that_is_not_read_is_listed_and_refused_when_read(tmp_path: Path)
         tensor.read()
 
 
+def test_every_dtype_of_the_format(tmp_path: Path) -> None:
+    """Bytes of each type as torch writes them, so that the names are not ours alone."""
+    torch = pytest.importorskip("torch")
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    rng = np.random.default_rng(5)
+    kinds = {
+        "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+        "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "C64": torch.complex64,
+        "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool,
+        "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
+    }  # fmt: skip
+    assert kinds.keys() == reader.DTYPES.keys()
+    path = tmp_path / "m.safetensors"
+    raw = {}
+    for name, kind in kinds.items():
+        size = 6 * torch.empty(0, dtype=kind).element_size()
+        raw[name] = rng.integers(0, 2 if name == "BOOL" else 256, size, np.uint8).tobytes()
+    arrays = {n: torch.frombuffer(bytearray(raw[n]), dtype=k).reshape(2, 3) for n, k in kinds.items()}
+    save_file(arrays, path, metadata={"format": "pt", "note": "x"})
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.metadata == {"format": "pt", "note": "x"}
+    for name, tensor in checkpoint.tensors.items():
+        values = tensor.read()
+        assert (tensor.storage, tensor.shape) == (name, (2, 3))
+        assert isinstance(values, np.ndarray)
+        assert values.tobytes() == raw[name]
+        if kinds[name].is_floating_point:
+            expected = arrays[name].to(torch.float64).numpy()
+            np.testing.assert_array_equal(values.astype(np.float64), expected, name)
+
+
+@pytest.mark.parametrize("metadata", [[], "x", {"a": 1}, {"a": None}])
+def test_metadata_that_is_not_text_is_refused(tmp_path: Path, metadata: Any) -> None:
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(safetensors_bytes({"__metadata__": metadata or [1]}))
+    with pytest.raises(CheckpointError, match=r"m.safetensors: __metadata__ is .*expected an object of strings"):
+        open_checkpoint(path)
+
+
 def test_rows_without_values_are_one_chunk(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes(safetensors_bytes({"w": entry(0, 0, [1 << 40, 0])}))
