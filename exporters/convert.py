@@ -116,7 +116,7 @@ def convert(
     size above which a folder gets another shard, ``dry_run`` does everything but write.
 
     The target appears in one step at the end. Raises CheckpointError, ConfigError, WeightsError, InputError,
-    or BundleError where a folder cannot be written.
+    or OutputError where a folder cannot be written.
     """
     checkpoint, target = open_checkpoint(source), Path(target)
     to_gguf = target.suffix == ".gguf"

@@ -73,7 +73,7 @@ def tokenizer_files(files: TokenizerFiles) -> dict[str, str]:
 
 
 def write_folder(target: Path, plan: FolderPlan, shard_bytes: int, progress: ProgressCallback | None) -> None:
-    """Writes the folder beside ``target`` and exchanges the two at the end. Raises CheckpointError, BundleError."""
+    """Writes the folder beside ``target`` and exchanges the two at the end. Raises CheckpointError, OutputError."""
     config = _described(plan) if plan.changed else plan.config
     with replaced_folder(target) as folder:
         try:

@@ -13,8 +13,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from intaglio.errors import ConfigError
-from intaglio.exporters.tokenizer import _CONTROL, _NORMAL, _PRE_TOKENIZERS, _UNUSED, _USER_DEFINED, TokenizerFiles
 from intaglio.exporters.tokenizer import tokenizer_from_gguf as _read
+from intaglio.exporters.tokenizer_files import CONTROL, NORMAL, UNUSED, USER_DEFINED, TokenizerFiles
+from intaglio.exporters.tokenizer_gguf import PRE_TOKENIZERS
 
 _ADVICE = "--no-tokenizer converts the weights alone"
 # What a byte-level BPE model may not use, since GGUF has no key for it.
@@ -46,7 +47,7 @@ def tokenizer_metadata(files: TokenizerFiles, vocab_size: int, source: str) -> d
     if files.chat_template is not None:
         metadata["tokenizer.chat_template"] = files.chat_template
     reasons = []
-    for name in _PRE_TOKENIZERS:
+    for name in PRE_TOKENIZERS:
         metadata["tokenizer.ggml.pre"] = name
         different = _differences(content, tokenizer, _read(metadata, source))
         if not different:
@@ -61,15 +62,15 @@ def tokenizer_metadata(files: TokenizerFiles, vocab_size: int, source: str) -> d
 def _vocabulary(content: dict[str, Any], vocab_size: int, source: str) -> tuple[list[str], list[int]]:
     known = {
         # What fills the holes of a vocabulary in a GGUF file comes back as an entry of that name.
-        index: (token, _UNUSED if token == f"[PAD{index}]" else _NORMAL)
+        index: (token, UNUSED if token == f"[PAD{index}]" else NORMAL)
         for token, index in content["model"]["vocab"].items()
     }
     for added in content["added_tokens"]:
-        kind = _CONTROL if added["special"] else _USER_DEFINED
+        kind = CONTROL if added["special"] else USER_DEFINED
         known[added["id"]] = (added["content"], kind)
     if known and max(known) >= vocab_size:
         raise ConfigError(f"{source}: has the token id {max(known)}, but vocab_size is {vocab_size}; {_ADVICE}")
-    entries = [known.get(index, (f"[PAD{index}]", _UNUSED)) for index in range(vocab_size)]
+    entries = [known.get(index, (f"[PAD{index}]", UNUSED)) for index in range(vocab_size)]
     return [token for token, _ in entries], [kind for _, kind in entries]
 
 

@@ -1,7 +1,7 @@
 """The tokenizer that GGUF metadata describes.
 
 GGUF names the pre-tokenizer of byte-level BPE (`tokenizer.ggml.pre`) but does not describe it. Those read here
-are written down in `_PRE_TOKENIZERS` as the models of that name publish them in their own `tokenizer.json`.
+are written down in `PRE_TOKENIZERS` as the models of that name publish them in their own `tokenizer.json`.
 
 Sources: the GGUF specification (ggml `docs/gguf.md`) for the keys; the `tokenizer.json` of SmolLM2, Qwen2,
 Llama 3 and GPT-2 for the pre-tokenizers; llama.cpp `src/llama-vocab.cpp` for what absent `add_bos_token` and
@@ -66,7 +66,7 @@ def _single_digits_then_gpt2() -> pre_tokenizers.PreTokenizer:
     )
 
 
-_PRE_TOKENIZERS = {
+PRE_TOKENIZERS = {
     "gpt-2": _PreTokenizer(lambda: pre_tokenizers.ByteLevel(add_prefix_space=False)),
     "llama-bpe": _PreTokenizer(lambda: _split(r"\p{N}{1,3}"), ignore_merges=True, add_bos=True),
     "qwen2": _PreTokenizer(lambda: _split(r"\p{N}"), nfc=True),
@@ -131,12 +131,12 @@ def _byte_level(
     pre_name = _choice(
         metadata,
         "tokenizer.ggml.pre",
-        sorted(_PRE_TOKENIZERS),
+        sorted(PRE_TOKENIZERS),
         source,
         "It decides how text is split and cannot be guessed: convert the model again with a converter that "
         "writes it, or export from the original directory with its tokenizer.json",
     )
-    pre = _PRE_TOKENIZERS[pre_name]
+    pre = PRE_TOKENIZERS[pre_name]
     if _flag(metadata, "tokenizer.ggml.add_space_prefix", False, source):
         raise ConfigError(
             f"{source}: tokenizer.ggml.add_space_prefix is true; readers of byte-level BPE do not agree on "
