@@ -136,6 +136,7 @@ def match_weights(
     source: str,
     *,
     allow_unused: bool = False,
+    advice: str = "--allow-unused goes on without them",
 ) -> tuple[dict[str, CheckpointTensor], list[str]]:
     """Pairs the ``needed`` parameters of ``model`` with their tensors, and lists the tensors that none needs.
 
@@ -167,7 +168,7 @@ def match_weights(
     others = [name for name in tensors if name not in declared]
     unknown = [name for name in others if name not in known and not unneeded(name)]
     if unknown and not allow_unused:
-        text = f"{len(unknown)} tensors are unknown to the architecture (--allow-unused goes on without them)"
+        text = f"{len(unknown)} tensors are unknown to the architecture ({advice})"
         problems.append(_listing(text, unknown))
     if problems:
         raise WeightsError(f"{source}: " + "\n".join(problems))

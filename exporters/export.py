@@ -162,6 +162,8 @@ def _select(available: Mapping[str, Stage], stages: Sequence[str] | None, model:
 
 def _tokenizer(checkpoint: Checkpoint) -> TokenizerFiles | None:
     if checkpoint.format == "gguf":
+        if not any(key.startswith("tokenizer.") for key in checkpoint.metadata):
+            return None
         return tokenizer_from_gguf(checkpoint.metadata, str(checkpoint.path))
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     return tokenizer_from_directory(folder)

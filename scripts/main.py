@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from intaglio.errors import IntaglioError
-from intaglio.scripts import bench, compile_, export, inspect_, parity, run
+from intaglio.scripts import bench, compile_, convert, export, inspect_, parity, run
 from intaglio.scripts.console import say
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 app.command("export")(export.export)
 app.command("compile")(compile_.compile_)
+app.command("convert")(convert.convert)
 app.command("run")(run.run)
 app.command("inspect")(inspect_.inspect_)
 app.command("parity")(parity.parity)

@@ -14,17 +14,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from intaglio.engines.compile import compile_bundle as compile  # noqa: A004 - the verb's name
     from intaglio.exporters.checkpoints import open_checkpoint
+    from intaglio.exporters.convert import convert
     from intaglio.exporters.export import export
     from intaglio.runtimes.bench import bench
     from intaglio.runtimes.load import load
     from intaglio.runtimes.parity import parity
 
-__all__ = ["bench", "compile", "export", "load", "open_checkpoint", "parity"]
+__all__ = ["bench", "compile", "convert", "export", "load", "open_checkpoint", "parity"]
 
 # Loaded when first used: exporting needs no runtime, and running no exporter.
 _WHERE = {
     "bench": ("intaglio.runtimes.bench", "bench"),
     "compile": ("intaglio.engines.compile", "compile_bundle"),
+    "convert": ("intaglio.exporters.convert", "convert"),
     "export": ("intaglio.exporters.export", "export"),
     "load": ("intaglio.runtimes.load", "load"),
     "parity": ("intaglio.runtimes.parity", "parity"),
