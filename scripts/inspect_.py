@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +12,8 @@ import intaglio
 from intaglio.engines.engine import open_engine, read_report
 from intaglio.errors import InputError
 from intaglio.exporters.bundle import is_bundle, read_bundle
+from intaglio.exporters.checkpoints.gguf_blocks import StoredTensor
+from intaglio.exporters.checkpoints.tensors import CheckpointTensor
 from intaglio.scripts.compile_ import print_report
 from intaglio.scripts.console import Json, human_bytes, print_json, print_table
 
@@ -41,29 +42,65 @@ def _checkpoint(path: Path, list_tensors: bool, as_json: bool) -> None:
         "files": [file.name for file in checkpoint.files],
         "config": dict(checkpoint.config),
         "metadata": {key: _short(value) for key, value in checkpoint.metadata.items()},
-        "tensors": [
-            {"name": name, "storage": t.storage, "shape": list(t.shape), "bytes": t.nbytes}
-            for name, t in checkpoint.tensors.items()
-        ],
+        "notes": list(checkpoint.notes),
+        "tensors": [{"name": name, **_described(t)} for name, t in checkpoint.tensors.items()],
     }
     if as_json:
         print_json(content)
         return
-    settings = checkpoint.metadata or checkpoint.config
+    settings = {**checkpoint.config, **checkpoint.metadata}
     print_table(f"{path}: {checkpoint.format}", ("key", "value"), [(k, _short(v)) for k, v in settings.items()])
-    counts = Counter(t.storage for t in checkpoint.tensors.values())
-    sizes = Counter[str]()
+    if len(checkpoint.files) > 1:
+        files = [(file.name, human_bytes(file.stat().st_size)) for file in checkpoint.files]
+        print_table(f"\n{len(files)} files", ("file", "size"), files)
+    kinds: dict[tuple[object, ...], list[CheckpointTensor]] = {}
     for t in checkpoint.tensors.values():
-        sizes[t.storage] += t.nbytes
+        group = t.layout.format.group_size if t.layout else None
+        kinds.setdefault((t.storage, group, str(t.layout.scale_dtype) if t.layout else ""), []).append(t)
     print_table(
-        f"\n{len(checkpoint.tensors)} tensors", ("storage", "tensors", "size"),
-        [(storage, n, human_bytes(sizes[storage])) for storage, n in counts.most_common()],
+        f"\n{len(checkpoint.tensors)} tensors", ("storage", "tensors", "bits", "group size", "scales", "size"),
+        [
+            (
+                storage, len(ts), _bits(sum(t.nbytes for t in ts), sum(_values(t) for t in ts)),
+                "" if group is None else group, scales, human_bytes(sum(t.nbytes for t in ts)),
+            )
+            for (storage, group, scales), ts in sorted(kinds.items(), key=lambda item: -len(item[1]))
+        ],
     )  # fmt: skip
     if list_tensors:
         print_table(
             "", ("tensor", "storage", "shape", "bytes"),
             [(n, t.storage, str(list(t.shape)), t.nbytes) for n, t in checkpoint.tensors.items()],
         )  # fmt: skip
+    if checkpoint.notes:
+        print_table("\nnotes", ("note",), [(note,) for note in checkpoint.notes])
+
+
+def _described(tensor: CheckpointTensor) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "storage": tensor.storage, "shape": list(tensor.shape), "bytes": tensor.nbytes,
+        "bits_per_weight": _bits(tensor.nbytes, _values(tensor)) or None,
+    }  # fmt: skip
+    if tensor.layout is not None:
+        content |= {
+            "group_size": tensor.layout.format.group_size,
+            "zero_point": tensor.layout.format.zero_point,
+            "scales": tensor.layout.scale_dtype.name,
+            "offsets": tensor.layout.has_offsets,
+        }
+    return content
+
+
+def _values(tensor: CheckpointTensor) -> int:
+    count = 1
+    for n in tensor.shape:
+        count *= n
+    # The values of a tensor that is not read are not known.
+    return 0 if tensor.layout is None and tensor.dtype is None and not isinstance(tensor, StoredTensor) else count
+
+
+def _bits(size: int, values: int) -> float | str:
+    return round(8 * size / values, 3) if values else ""
 
 
 def _bundle(path: Path, as_json: bool) -> None:

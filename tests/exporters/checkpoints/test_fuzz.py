@@ -5,6 +5,7 @@ INTAGLIO_FUZZ_SECONDS lengthens the run of each format, for by hand: a new seed 
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import struct
@@ -69,6 +70,21 @@ def _safetensors_files() -> list[bytes]:
     ]
 
 
+def _mlx_folders() -> list[bytes]:
+    """A file and the configuration beside it, in one string so that damage falls on both."""
+    triplet = {"a.weight": entry(0, 48, [2, 6], "U32"), "a.scales": entry(48, 56, [2, 2], "F16")}
+    triplet |= {"a.biases": entry(56, 64, [2, 2], "F16"), "b.weight": entry(64, 68, [1])}
+    configs: list[dict[str, object]] = [
+        {"quantization": {"bits": 3, "group_size": 32, "mode": "affine"}},
+        {"quantization_config": {"bits": 4, "group_size": 64, "a": {"bits": 3, "group_size": 32}, "b": False}},
+        {},
+    ]
+    return [json.dumps(config).encode() + _SEAM + safetensors_bytes(triplet, bytes(68)) for config in configs]
+
+
+_SEAM = b"\n--\n"
+
+
 # Numbers that break arithmetic, as they stand in files.
 _NUMBERS = [0, 1, 2, 3, 7, 8, 31, 32, 33, 127, 255, 256, 1 << 16, 1 << 20, 1 << 31, 1 << 32, 1 << 62, 1 << 63]
 _GGUF_WORDS = [
@@ -81,7 +97,8 @@ _JSON_WORDS = [
     *(str(n).encode() for m in _NUMBERS for n in (m, -m)),
     b"1e400", b"1.5", b"NaN", b"Infinity", b"null", b"true", b'""', b"[]", b"{}", b"[0,0]", b"[" * 3000, b'{"a":' * 900,
     b"9" * 5000, b'"\\ud800"', b'"dtype"', b'"shape"', b'"data_offsets"', b'"F32"', b'"BF16"', b'"U8"', b'"F8_E4M3"',
-    b'"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},', b",", b":", b"\xff", b"\0", b"-", b"\\",
+    b'"U32"', b'"bits"', b'"group_size"', b'"mode"', b'"a"', b'"a.biases"', b'"a.scales"', b'"affine"', b'"mxfp4"',
+    b"false", b'"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},', b",", b":", b"\xff", b"\0", b"-", b"\\",
 ]  # fmt: skip
 
 
@@ -128,7 +145,12 @@ def fix_header_length(raw: bytes) -> bytes:
 
 def check(path: Path, raw: bytes) -> str:
     """Opens and reads everything. Returns what came of it; anything but an answer or CheckpointError is raised."""
-    path.write_bytes(raw)
+    if path.parent.name == "mlx":
+        config, _, rest = raw.partition(_SEAM)
+        (path.parent / "config.json").write_bytes(config)
+        path.write_bytes(rest)
+    else:
+        path.write_bytes(raw)
     began = time.monotonic()
     outcome, message = "read", str(path)
     with peak_memory() as peak:
@@ -188,6 +210,20 @@ def test_damaged_gguf_files(tmp_path: Path) -> None:
 
 def test_damaged_safetensors_files(tmp_path: Path) -> None:
     counts = run(damaged(_safetensors_files(), _JSON_WORDS), tmp_path / "a.safetensors", fix_header_length)
+    assert min(counts["read"] + counts["opened, a tensor refused"], counts["refused"]) > counts.total() // 50
+
+
+def test_damaged_mlx_folders(tmp_path: Path) -> None:
+    (tmp_path / "mlx").mkdir()
+    path = tmp_path / "mlx" / "model.safetensors"
+    for raw in _mlx_folders():
+        assert check(path, raw) in ("read", "opened, a tensor refused")
+
+    def fix(raw: bytes) -> bytes:
+        config, seam, rest = raw.partition(_SEAM)
+        return config + seam + fix_header_length(rest)
+
+    counts = run(damaged(_mlx_folders(), _JSON_WORDS), path, fix)
     assert min(counts["read"] + counts["opened, a tensor refused"], counts["refused"]) > counts.total() // 50
 
 
