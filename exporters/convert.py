@@ -264,6 +264,10 @@ def _write_gguf(job: _Job, dry_run: bool, progress: ProgressCallback | None) -> 
     for name, (origin, tensor, storage) in job.tensors.items():
         if tensor.layout is not None and storage is None and job.checkpoint.format != "gguf":
             job.tensors[name] = (origin, tensor, packed_storage(str(job.target), name, tensor))
+    if job.checkpoint.format != "gguf" and any(storage == "TQ2_0_g128" for _, _, storage in job.tensors.values()):
+        job.notes.append(
+            "TQ2_0_g128 is written with the type id 42, which other readers may refuse or take for another"
+        )
     if job.metadata.get("general.file_type") is not None and any(storage for _, _, storage in job.tensors.values()):
         del job.metadata["general.file_type"]
         job.notes.append("general.file_type, which named the old types, is left out")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +271,34 @@ def test_modules_of_different_widths_keep_their_settings(tmp_path: Path) -> None
     )
 
 
+def test_modules_of_gguf_files_keep_their_types(tmp_path: Path) -> None:
+    source = ternary_gguf(tmp_path / "a.gguf")
+    checkpoint = open_checkpoint(source)
+    rng = np.random.default_rng(2)
+    extra = ArrayTensor("x", (256, 256), "F32", rng.normal(size=(256, 256)).astype(np.float32))
+    tensors = [GgufTensor(name, tensor) for name, tensor in checkpoint.tensors.items() if name != "blk.0.ffn_up.weight"]
+    write_gguf(tmp_path / "b.gguf", checkpoint.metadata, [*tensors, GgufTensor("blk.0.ffn_up.weight", extra, "Q5_1")])
+    intaglio.convert(tmp_path / "b.gguf", tmp_path / "c")
+    config = json.loads((tmp_path / "c" / "config.json").read_text())
+    own = {"model.layers.0.mlp.up_proj": {"group_size": 32, "bits": 8}}
+    assert config["quantization"] == {"group_size": 128, "bits": 2, "mode": "affine", **own}
+    np.testing.assert_array_equal(
+        values(tmp_path / "c")["model.layers.0.mlp.up_proj.weight"], values(tmp_path / "b.gguf")["blk.0.ffn_up.weight"]
+    )
+    report = intaglio.convert(tmp_path / "c", tmp_path / "d.gguf")
+    assert {t.name: t.storage for t in report.tensors}["blk.0.ffn_up.weight"] == "Q5_1"
+    assert "TQ2_0_g128 is written with the type id 42" in " ".join(report.notes)
+
+
+def test_integers_are_no_weights(tmp_path: Path) -> None:
+    arrays = weights()
+    arrays["model.norm.weight"] = np.ones(32, np.int32)
+    source = tiny_checkpoint.write(tmp_path / "a", config={"intermediate_size": WIDTH}, weights=arrays)
+    for run in (intaglio.convert, intaglio.export):
+        with pytest.raises(WeightsError, match=r"in a type that is not read:\n  model.norm.weight is I32"):
+            run(source, tmp_path / "b.gguf")  # type: ignore[operator]
+
+
 # --- tokenizers -----------------------------------------------------------------------------------------------
 
 
@@ -347,6 +376,21 @@ def _changed(**changes: Any) -> Tokenizer:
     return tokenizer
 
 
+def _from_json(change: Callable[[Any], Any]) -> Tokenizer:
+    content = json.loads(bpe("gpt-2").to_str())
+    change(content)
+    return Tokenizer.from_str(json.dumps(content))
+
+
+# Adds nothing to one text, and a token between two.
+_PAIR = {
+    "type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "</s>", "type_id": 0}},
+             {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {"</s>": {"id": "</s>", "ids": [259], "tokens": ["</s>"]}},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "message"),
     [
@@ -357,6 +401,10 @@ def _changed(**changes: Any) -> Tokenizer:
         (lambda: _changed(pre_tokenizer=pre_tokenizers.ByteLevel()), r"gpt-2 \(differs in pre_tokenizer"),
         (lambda: _changed(post_processor=processors.TemplateProcessing(
             single="<tool> $A", pair="$A $B", special_tokens=[("<tool>", 260)])), "GGUF can add only bos and eos"),
+        (lambda: _from_json(lambda c: c["model"].update(ignore_merges=True)), r"gpt-2 \(differs in ignore_merges\)"),
+        (lambda: _from_json(lambda c: c["added_tokens"][0].update(lstrip=True)), r"gpt-2 \(differs in added_tokens\)"),
+        (lambda: _from_json(lambda c: c["model"].update(end_of_word_suffix="x")), "end_of_word_suffix is 'x', which"),
+        (lambda: _from_json(lambda c: c.update(post_processor=_PAIR)), r"gpt-2 \(differs in post_processor\)"),
     ],
 )  # fmt: skip
 def test_tokenizers_that_gguf_cannot_describe_are_refused(tmp_path: Path, tokenizer: Any, message: str) -> None:
