@@ -150,7 +150,7 @@ def _convert(rows: np.ndarray, tensor: CheckpointTensor, dtype: ir.DataType) -> 
     name, limit = dtype.numpy().name, float(ml_dtypes.finfo(dtype.numpy()).max)
     advice = "bfloat16" if name == "float16" and largest < _BFLOAT16_MAX else "float32"
     raise WeightsError(
-        f"{tensor.name}: its largest value is {largest:g}, beyond {name}'s {limit:g}; export with --dtype {advice}"
+        f"{tensor.name}: its largest magnitude is {largest:g}, beyond {name}'s {limit:g}; export with --dtype {advice}"
     )
 
 
