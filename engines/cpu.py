@@ -15,7 +15,7 @@ from intaglio.engines.onnxruntime_ import import_onnxruntime
 from intaglio.engines.report import StageReport
 from intaglio.engines.shapes import Interface
 from intaglio.errors import CompileError
-from intaglio.exporters.bundle import Dim, StageInfo
+from intaglio.exporters.bundle import Dim, StageInfo, TensorInfo
 from intaglio.kernels.grouped_quant import DOMAIN
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ INPUT_DTYPES = frozenset(
 # What a child process exits with when it has said why on stderr.
 _REFUSED = 2
 _KERNEL_OPS, _KERNEL_BITS = ("GroupedQuantMatMul",), (2, 4, 8)
+_DTYPE = "intaglio.dtype"  # in a lowered graph: what the report is to say
 
 
 def compiler() -> str:
@@ -54,8 +55,19 @@ def compiler() -> str:
 
 def lower(model: ir.Model) -> ir.Model:
     """Lowers a portable stage for onnxruntime on the CPU, in place."""
-    from intaglio.engines.lowering.bind_kernels import BindKernelsPass
+    import onnx_ir as ir
 
+    from intaglio.engines.graph_stats import activation_dtype
+    from intaglio.engines.lowering.bind_kernels import BindKernelsPass
+    from intaglio.engines.lowering.widen_dtype import WidenDtypePass
+    from intaglio.engines.lowering.widen_products import WidenProductsPass
+
+    asked = activation_dtype(model)
+    said = {"bfloat16": "float32 (widened from bfloat16)", "float16": "float16 (products in float32)"}
+    model.metadata_props[_DTYPE] = said.get(asked, asked)
+    # onnxruntime's CPU has no product of bfloat16, and one of float16 only on some processors.
+    WidenDtypePass(ir.DataType.BFLOAT16, [DOMAIN])(model)
+    WidenProductsPass({(DOMAIN, "GroupedQuantMatMul"): (0,), ("", "MatMul"): (0, 1)})(model)
     BindKernelsPass(_KERNEL_OPS, _KERNEL_BITS)(model)
     return model
 
@@ -101,6 +113,19 @@ def build_model(
     }
 
 
+def runs_as(stage: StageInfo) -> StageInfo:
+    """What a loaded stage takes and gives: float32 in place of bfloat16.
+
+    A widened graph takes its cache in float32 too: at the edges there would be a cast of the whole cache at every
+    token, and neither NumPy nor onnxruntime's Python face has a bfloat16 of its own.
+    """
+
+    def widened(tensors: tuple[TensorInfo, ...]) -> tuple[TensorInfo, ...]:
+        return tuple(t.model_copy(update={"dtype": "float32"}) if t.dtype == "bfloat16" else t for t in tensors)
+
+    return stage.model_copy(update={"inputs": widened(stage.inputs), "outputs": widened(stage.outputs)})
+
+
 def build(graph: Path, weights_folder: Path, stage: StageInfo, dims: Mapping[str, Dim], accuracy: str) -> StageReport:
     """Loads a lowered graph and runs it once at the smallest shapes, in a child process: a compiler can crash.
 
@@ -108,13 +133,13 @@ def build(graph: Path, weights_folder: Path, stage: StageInfo, dims: Mapping[str
     """
     import onnx_ir as ir
 
-    from intaglio.engines.graph_stats import count_fallbacks, count_nodes, weight_size
+    from intaglio.engines.graph_stats import count_fallbacks, count_nodes, weight_size, widened_bytes
 
     started = time.monotonic()
     request = {
         "graph": str(graph),
         "weights_folder": str(weights_folder),
-        "stage": stage.model_dump(),
+        "stage": runs_as(stage).model_dump(),
         "dims": {name: dim.model_dump() for name, dim in dims.items()},
     }
     done = _run_child("cpu_build", request)
@@ -125,11 +150,12 @@ def build(graph: Path, weights_folder: Path, stage: StageInfo, dims: Mapping[str
     weight_bytes, weight_count = weight_size(model)
     operators = result["operators"]
     return StageReport(
-        dtype="float32",
+        dtype=model.metadata_props[_DTYPE],
         accuracy=accuracy,
         weight_bytes=weight_bytes,
         weight_count=weight_count,
         bits_per_weight=round(8 * weight_bytes / weight_count, 3) if weight_count else 0.0,
+        widened_bytes=widened_bytes(model),
         attention_fused=operators.get("Attention", 0),
         attention_total=count_nodes(model, "Attention"),
         fallbacks=count_fallbacks(model),
@@ -161,4 +187,4 @@ def load(
     threads: int = 0,
 ) -> CpuSession:
     """Loads a built stage; ``threads`` 0 takes one a core."""
-    return CpuSession(name, graph, weights_folder, stage, dims, threads=threads)
+    return CpuSession(name, graph, weights_folder, runs_as(stage), dims, threads=threads)

@@ -31,6 +31,33 @@ def weight_size(model: ir.Model) -> tuple[int, int]:
     return int(total), int(count)
 
 
+def widened_bytes(model: ir.Model) -> int:
+    """Bytes of the float32 copies that casts make of the stored weights of a lowered graph."""
+    copies: dict[str, int] = {}
+    for node in model.graph:
+        if node.op_type != "Cast" or node.attributes["to"].as_int() != ir.DataType.FLOAT:
+            continue
+        value = node.inputs[0]
+        while value is not None and (producer := value.producer()) is not None and producer.op_type == "Transpose":
+            value = producer.inputs[0]
+        if value is not None and isinstance(value.const_value, ir.ExternalTensor):
+            copies[str(value.name)] = 4 * value.const_value.size
+    return sum(copies.values())
+
+
+_ARITHMETIC = ("MatMul", "Gemm", "Conv", "Attention", "GroupedQuantMatMul")
+_FLOATS = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE}
+
+
+def activation_dtype(model: ir.Model) -> str:
+    """The dtype of most of a graph's products, as NumPy spells it; float32 where there are none."""
+    outputs = [node.outputs[0].dtype for node in model.graph if node.op_type in _ARITHMETIC]
+    counts = Counter(dtype for dtype in outputs if dtype in _FLOATS)
+    (dtype, _) = counts.most_common(1)[0] if counts else (ir.DataType.FLOAT, 0)
+    assert dtype is not None
+    return dtype.numpy().name
+
+
 def _gathered_from(value: ir.Value | None) -> ir.Value | None:
     node = value.producer() if value is not None else None
     return node.inputs[0] if node is not None and node.op_type == "Gather" else value

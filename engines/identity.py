@@ -74,18 +74,17 @@ def make_identity(
         accuracy=accuracy,
         shapes=dims,
         compiler=compiler,
-        lowering_sha256=_lowering_hash(),
+        lowering_sha256=_lowering_hash(target),
         device=f"{platform.system()} {platform.machine()}",
     )
 
 
 @cache
-def _lowering_hash() -> str:
-    # A change of the passes changes engines without changing any version.
-    digest = hashlib.sha256()
-    for folder in (Path(__file__).parent, Path(__file__).parent / "lowering"):
-        for file in sorted(folder.glob("*.py")):
-            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+def _lowering_hash(target: str) -> str:
+    # A change of the target or its passes changes engines without changing any version.
+    folder, digest = Path(__file__).parent, hashlib.sha256()
+    for file in [folder / f"{target}.py", *sorted((folder / "lowering").glob("*.py"))]:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 
 

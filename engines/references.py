@@ -14,8 +14,10 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from intaglio.engines.lowering.additive_mask import AdditiveMaskPass
+from intaglio.engines.lowering.widen_dtype import WidenDtypePass
 from intaglio.engines.onnxruntime_ import import_onnxruntime
 from intaglio.errors import EngineError, InputError, RuntimeMissingError
+from intaglio.kernels.grouped_quant import DOMAIN
 
 Feeds = Mapping[str, np.ndarray]
 
@@ -23,15 +25,21 @@ Feeds = Mapping[str, np.ndarray]
 def run_onnxruntime(graph: Path, feeds: Feeds) -> dict[str, np.ndarray]:
     """Runs the portable graph as it stands: function bodies instead of kernels, no optimisation.
 
-    Raises EngineError.
+    bfloat16, of which onnxruntime's CPU has no product, is widened to float32 as for an engine. Raises EngineError.
     """
     ort = import_onnxruntime()
+    model = ir.load(graph)
     options = ort.SessionOptions()
     # Folding would unpack all weights to float32 at load.
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 3
+    options.add_session_config_entry(
+        "session.model_external_initializers_file_folder_path", str(graph.parent.resolve())
+    )
+    WidenDtypePass(ir.DataType.BFLOAT16, [DOMAIN])(model)
     try:
-        session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+        data = ir.serde.serialize_model(model).SerializeToString()
+        session = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
         names = [output.name for output in session.get_outputs()]
         return dict(zip(names, session.run(names, dict(feeds)), strict=True))
     except Exception as error:
@@ -50,6 +58,8 @@ def run_tract(graph: Path, feeds: Feeds) -> dict[str, np.ndarray]:
             f"tract cannot be imported ({error}): install the extra `tract`, or the package of that name"
         ) from error
     model = lower_for_tract(ir.load(graph))
+    if any(value.dtype == ir.DataType.BFLOAT16 for value in model.graph.initializers.values()):
+        raise EngineError(f"{graph}: has bfloat16 weights, a type that tract does not read; compare with onnxruntime")
     names = [str(value.name) for value in model.graph.outputs]
     # Beside the bundle's files: tract takes no weights through a path that leads elsewhere, but a hard link.
     with tempfile.TemporaryDirectory(prefix=".tract-", dir=graph.parent) as folder:

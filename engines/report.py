@@ -6,7 +6,9 @@ from pydantic import BaseModel, ConfigDict
 
 
 class StageReport(BaseModel):
-    """One built stage. ``weight_bytes`` are those the engine reads, packed; ``bits_per_weight`` follows from them.
+    """One built stage. ``dtype`` is what activations have, and in brackets what the graph asks for where that differs
+    or which ops differ. ``weight_bytes`` are those the engine reads, packed; ``bits_per_weight`` follows from them;
+    ``widened_bytes`` are those of the float32 copies of half-precision weights that are made at load and kept.
 
     ``attention_fused`` of ``attention_total`` ran as one kernel; ``operators`` counts what ran in the smallest run;
     ``fallbacks`` names ops of ours that ran as their body of standard ops instead of as a kernel. ``peak_rss_bytes``
@@ -21,6 +23,7 @@ class StageReport(BaseModel):
     weight_bytes: int
     weight_count: int
     bits_per_weight: float
+    widened_bytes: int = 0
     attention_fused: int
     attention_total: int
     fallbacks: dict[str, int]

@@ -51,9 +51,9 @@ class Architecture:
     """A model family.
 
     ``read_config`` makes its config dataclass; ``build`` a fresh model of that; ``stages`` maps stage names to
-    their definitions, given the chosen hidden-state layers; ``dims`` is the bundle's dims table. ``gguf_config``,
-    ``gguf_name`` and ``gguf_row_order`` say how a GGUF file spells the same model (the row order of a tensor, by
-    its Hugging Face name). ``unneeded`` matches tensors that are known and never needed.
+    their definitions, given the chosen hidden-state layers and the graph's dtype; ``dims`` is the bundle's dims
+    table. ``gguf_config``, ``gguf_name`` and ``gguf_row_order`` say how a GGUF file spells the same model (the row
+    order of a tensor, by its Hugging Face name). ``unneeded`` matches tensors that are known and never needed.
     """
 
     kind: str
@@ -62,7 +62,7 @@ class Architecture:
     gguf_architectures: tuple[str, ...]
     read_config: Callable[[ConfigKeys], Any]
     build: Callable[[Any], nn.Module]
-    stages: Callable[[Any, tuple[int, ...]], Mapping[str, Stage]]
+    stages: Callable[[Any, tuple[int, ...], ir.DataType], Mapping[str, Stage]]
     dims: Callable[[Any], dict[str, Dim]]
     gguf_config: Callable[[Checkpoint], ConfigKeys]
     gguf_name: Callable[[str], str | None]

@@ -64,12 +64,16 @@ class StageInfo(_Schema):
 
 
 class WeightsInfo(_Schema):
-    """The weights that all stages share. ``sha256`` covers name, dtype, shape and bytes of every tensor."""
+    """The weights that all stages share. ``sha256`` covers name, dtype, shape and bytes of every tensor.
+
+    ``flushed_to_zero`` counts values of the source that are too small for the bundle's dtype and became zero.
+    """
 
     file: FileName
     bytes: int = Field(ge=0)
     tensors: int = Field(ge=0)
     sha256: Sha256
+    flushed_to_zero: int = Field(default=0, ge=0)
 
 
 class TokenizerInfo(_Schema):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
+from onnxscript import nn
 
 from intaglio.errors import ConfigError, InputError, OutputError
 from intaglio.exporters.architecture import (
@@ -37,8 +38,9 @@ from intaglio.exporters.bundle import (
 )
 from intaglio.exporters.checkpoints import Checkpoint, CheckpointTensor, open_checkpoint
 from intaglio.exporters.graph import attach_weights, build_graph, quantize_modules, save_graph, stage_parameters
+from intaglio.exporters.layers.dtype import DTYPES, set_dtype
 from intaglio.exporters.tokenizer import TokenizerFiles, tokenizer_from_directory, tokenizer_from_gguf
-from intaglio.exporters.weights import Part, plan_weights, write_weights
+from intaglio.exporters.weights import Part, Written, plan_weights, write_weights
 from intaglio.folder import replaced_folder
 from intaglio.progress import Progress, ProgressCallback
 
@@ -54,6 +56,7 @@ class _Plan:
     checkpoint: Checkpoint
     architecture: Architecture
     config: Any
+    dtype: str
     weights: dict[str, CheckpointTensor]
     unused: list[str]
     parts: dict[str, tuple[Part, ...]]
@@ -66,6 +69,7 @@ def export(
     source: str | Path,
     bundle: str | Path,
     *,
+    dtype: str = "float32",
     stages: Sequence[str] | None = None,
     hidden_states: Sequence[int] = (),
     config: Mapping[str, Any] | None = None,
@@ -76,20 +80,23 @@ def export(
 ) -> Bundle:
     """Exports the checkpoint at ``source`` into the folder ``bundle`` and returns what ``bundle.json`` says.
 
-    ``stages`` chooses graphs by name (all but ``encode`` by default), and only the weights that they need are
+    ``dtype`` (float32, float16 or bfloat16) is that of dense weights, activations and the cache; what an
+    architecture declares to be float32 stays so, and quantized weights stay as they are. ``stages`` chooses graphs
+    by name (all but ``encode`` by default), and only the weights that they need are
     exported; ``hidden_states`` adds the hidden states of these layers
     as outputs (0 is the embeddings, the last one normed, as transformers numbers them); ``config`` overrides or
     adds configuration keys; ``taps`` makes every named point an output; ``allow_unused`` goes on past tensors that
     the architecture does not know; ``dry_run`` does everything but write.
 
     The folder appears, or replaces an older bundle, in one step at the end. Raises CheckpointError, ConfigError,
-    WeightsError, InputError, or OutputError if the target is something else than a bundle or the disk is full.
+    WeightsError (also for a weight too large for ``dtype``), InputError, or OutputError if the target is something else
+    than a bundle or the disk is full.
     """
     target = Path(bundle).resolve()
     _check_target(target)
-    plan = _plan(Path(source), stages, tuple(hidden_states), config or {}, allow_unused)
+    plan = _plan(Path(source), dtype, stages, tuple(hidden_states), config or {}, allow_unused)
     if dry_run:
-        return _describe(plan, _graphs(plan, taps), {}, "0" * 64, ())
+        return _describe(plan, _graphs(plan, taps), {}, Written("0" * 64, 0), ())
     with replaced_folder(target) as folder:
         graphs = _graphs(plan, taps)
         parts = {part.name: part for group in plan.parts.values() for part in group}
@@ -99,7 +106,7 @@ def export(
             save_graph(graph, folder / f"{name}.onnx")
             hashes[name] = hashlib.sha256((folder / f"{name}.onnx").read_bytes()).hexdigest()
         total = sum(tensor.nbytes for tensor in plan.weights.values())
-        weights_hash = write_weights(
+        written = write_weights(
             folder / WEIGHTS_FILE,
             plan.weights,
             plan.parts,
@@ -109,7 +116,7 @@ def export(
         if plan.tokenizer:
             _write_tokenizer(folder / _TOKENIZER_FOLDER, plan.tokenizer)
         source_files = _hash_files(plan.checkpoint.files, progress)
-        result = _describe(plan, graphs, hashes, weights_hash, source_files)
+        result = _describe(plan, graphs, hashes, written, source_files)
         (folder / BUNDLE_FILE).write_text(result.model_dump_json(indent=1) + "\n", "utf-8")
     return result
 
@@ -131,11 +138,14 @@ def _check_target(target: Path) -> None:
 
 def _plan(
     source: Path,
+    dtype: str,
     stages: Sequence[str] | None,
     hidden_states: tuple[int, ...],
     overrides: Mapping[str, Any],
     allow_unused: bool,
 ) -> _Plan:
+    if dtype not in DTYPES:
+        raise InputError(f"the dtype {dtype!r} is unknown; there are {', '.join(DTYPES)}")
     checkpoint = open_checkpoint(source)
     architecture, keys = find_architecture(checkpoint)
     _log.info("%s: %s, read as %s", source, checkpoint.format, architecture.name)
@@ -148,18 +158,25 @@ def _plan(
     for layer in hidden_states:
         if not 0 <= layer <= layers:
             raise InputError(f"hidden states of layer {layer} are asked for; the model has 0 to {layers}")
-    selected = _select(architecture.stages(config, hidden_states), stages, architecture.name)
-    needed = [stage_parameters(architecture.build(config), stage) for stage in selected.values()]
+    selected = _select(architecture.stages(config, hidden_states, DTYPES[dtype]), stages, architecture.name)
+    needed = [stage_parameters(_build(architecture, config, dtype), stage) for stage in selected.values()]
     weights, unused = match_weights(
-        architecture.build(config),
+        _build(architecture, config, dtype),
         set().union(*needed),
         model_tensors(checkpoint, architecture, config),
         lambda name: architecture.unneeded(name, config),
         str(checkpoint.path),
         allow_unused=allow_unused,
     )
-    parts, size = plan_weights(weights, ir.DataType.FLOAT)
-    return _Plan(checkpoint, architecture, config, weights, unused, parts, size, selected, _tokenizer(checkpoint))
+    parts, size = plan_weights(weights, DTYPES[dtype])
+    tokenizer = _tokenizer(checkpoint)
+    return _Plan(checkpoint, architecture, config, dtype, weights, unused, parts, size, selected, tokenizer)
+
+
+def _build(architecture: Architecture, config: Any, dtype: str) -> nn.Module:
+    model = architecture.build(config)
+    set_dtype(model, DTYPES[dtype])
+    return model
 
 
 def _select(available: Mapping[str, Stage], stages: Sequence[str] | None, model: str) -> dict[str, Stage]:
@@ -186,7 +203,7 @@ def _tokenizer(checkpoint: Checkpoint) -> TokenizerFiles | None:
 def _graphs(plan: _Plan, with_taps: bool) -> dict[str, ir.Model]:
     graphs = {}
     for name, stage in plan.stages.items():
-        model = plan.architecture.build(plan.config)
+        model = _build(plan.architecture, plan.config, plan.dtype)
         quantize_modules(model, plan.weights)
         graphs[name] = build_graph(name, model, stage, with_taps=with_taps)
     return graphs
@@ -217,14 +234,14 @@ def _describe(
     plan: _Plan,
     graphs: Mapping[str, ir.Model],
     hashes: Mapping[str, str],
-    weights_hash: str,
+    written: Written,
     files: tuple[SourceFile, ...],
 ) -> Bundle:
     return Bundle(
         intaglio_version=importlib.metadata.version("intaglio"),
         kind="text-generation",
         architecture=plan.architecture.name,
-        dtype="float32",
+        dtype=plan.dtype,
         config=json.loads(json.dumps(dataclasses.asdict(plan.config))),
         stages={
             name: StageInfo(
@@ -240,7 +257,8 @@ def _describe(
             file=WEIGHTS_FILE,
             bytes=plan.size,
             tensors=sum(len(group) for group in plan.parts.values()),
-            sha256=weights_hash,
+            sha256=written.sha256,
+            flushed_to_zero=written.flushed_to_zero,
         ),
         tokenizer=_tokenizer_info(plan.tokenizer),
         quantization=_quantization(plan.weights.values()),

@@ -12,16 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from intaglio.errors import BundleError
+from intaglio.errors import WeightsError
 from intaglio.exporters.checkpoints.tensors import CheckpointTensor, Rows
 from intaglio.exporters.layers.linear import QUANTIZED_PARTS
 from intaglio.progress import Progress
 
 ALIGNMENT = 4096
 _CHUNK_BYTES = 16 << 20
+_BFLOAT16_MAX = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,14 @@ class Part:
         for n in self.shape:
             count *= n
         return count * self.dtype.numpy().itemsize
+
+
+@dataclass(frozen=True)
+class Written:
+    """What WeightsInfo says of a written file."""
+
+    sha256: str
+    flushed_to_zero: int
 
 
 def plan_weights(
@@ -77,21 +87,21 @@ def write_weights(
     plan: Mapping[str, tuple[Part, ...]],
     size: int,
     progress: Progress,
-) -> str:
-    """Writes the planned file and returns its hash (see WeightsInfo). Raises BundleError if the disk is full."""
-    total = hashlib.sha256()
-    try:
-        with path.open("wb", buffering=0) as file:
-            # Reserved first, so that a full disk is known before the work, not after it.
-            _reserve(file.fileno(), size)
-            for name, tensor in weights.items():
-                for part, digest in zip(plan[name], _write(file.fileno(), tensor, plan[name], progress), strict=True):
-                    total.update(f"{part.name}\0{part.dtype.name}\0{list(part.shape)}\0{digest}\n".encode())
-    except OSError as error:
-        raise BundleError(
-            f"{path}: {size} bytes of weights cannot be written ({error.strerror}); free space or choose another disk"
-        ) from error
-    return total.hexdigest()
+) -> Written:
+    """Writes the planned file.
+
+    Raises WeightsError for a finite value that is infinite in the planned dtype.
+    """
+    total, flushed = hashlib.sha256(), 0
+    with path.open("wb", buffering=0) as file:
+        # Reserved first, so that a full disk is known before the work, not after it.
+        _reserve(file.fileno(), size)
+        for name, tensor in weights.items():
+            digests, count = _write(file.fileno(), tensor, plan[name], progress)
+            flushed += count
+            for part, digest in zip(plan[name], digests, strict=True):
+                total.update(f"{part.name}\0{part.dtype.name}\0{list(part.shape)}\0{digest}\n".encode())
+    return Written(total.hexdigest(), flushed)
 
 
 def _reserve(fd: int, size: int) -> None:
@@ -101,11 +111,18 @@ def _reserve(fd: int, size: int) -> None:
         os.truncate(fd, size)
 
 
-def _write(fd: int, tensor: CheckpointTensor, parts: tuple[Part, ...], progress: Progress) -> list[str]:
+def _write(fd: int, tensor: CheckpointTensor, parts: tuple[Part, ...], progress: Progress) -> tuple[list[str], int]:
+    flushed = 0
     hashes = [hashlib.sha256() for _ in parts]
     written = [0 for _ in parts]
     for start, rows in tensor.chunks(_CHUNK_BYTES):
-        for i, (part, values) in enumerate(zip(parts, _values(rows, parts), strict=True)):
+        if isinstance(rows, np.ndarray):
+            converted = _convert(rows, tensor, parts[0].dtype)
+            flushed += int(np.count_nonzero(rows) - np.count_nonzero(converted))
+            arrays: tuple[np.ndarray, ...] = (converted,)
+        else:
+            arrays = rows.codes, rows.scales, rows.offsets
+        for i, (part, values) in enumerate(zip(parts, arrays, strict=True)):
             if part.shape == () and start:
                 continue  # the scalar in place of offsets comes with every chunk
             data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
@@ -116,13 +133,25 @@ def _write(fd: int, tensor: CheckpointTensor, parts: tuple[Part, ...], progress:
         progress.advance((stop - start) * tensor.row_bytes)
     for part, count in zip(parts, written, strict=True):
         assert count == part.nbytes, f"{part.name}: wrote {count} bytes of {part.nbytes}"
-    return [h.hexdigest() for h in hashes]
+    return [h.hexdigest() for h in hashes], flushed
 
 
-def _values(rows: Rows, parts: tuple[Part, ...]) -> tuple[np.ndarray, ...]:
-    if isinstance(rows, np.ndarray):
-        return (rows.astype(parts[0].dtype.numpy(), copy=False),)
-    return rows.codes, rows.scales, rows.offsets
+def _convert(rows: np.ndarray, tensor: CheckpointTensor, dtype: ir.DataType) -> np.ndarray:
+    with np.errstate(over="ignore"):  # looked for below
+        converted = rows.astype(dtype.numpy(), copy=False)
+    if np.count_nonzero(np.isinf(converted)) == np.count_nonzero(np.isinf(rows)):
+        return converted
+    largest = max(_largest_finite(rows) for _, rows in tensor.chunks(_CHUNK_BYTES))
+    name, limit = dtype.numpy().name, float(ml_dtypes.finfo(dtype.numpy()).max)
+    advice = "bfloat16" if name == "float16" and largest < _BFLOAT16_MAX else "float32"
+    raise WeightsError(
+        f"{tensor.name}: its largest magnitude is {largest:g}, beyond {name}'s {limit:g}; export with --dtype {advice}"
+    )
+
+
+def _largest_finite(rows: Rows) -> float:
+    assert isinstance(rows, np.ndarray), "only dense tensors are converted"
+    return float(np.abs(rows, where=np.isfinite(rows), out=np.zeros_like(rows)).max(initial=0))
 
 
 def _write_at(fd: int, data: memoryview, offset: int) -> None:

@@ -40,7 +40,8 @@ def _dequantize(op: OpBuilder, codes: ir.Value, scales: ir.Value, offsets: ir.Va
 
 
 def _matmul(op: OpBuilder, x: ir.Value, codes: ir.Value, scales: ir.Value, offsets: ir.Value) -> ir.Value:
-    return op.MatMul(x, op.Transpose(_dequantize(op, codes, scales, offsets), perm=[1, 0]))
+    weight = op.Transpose(_dequantize(op, codes, scales, offsets), perm=[1, 0])
+    return op.CastLike(op.MatMul(op.Cast(x, to=ir.DataType.FLOAT), weight), x)
 
 
 def _function(name: str, inputs: list[str], body: Callable[..., ir.Value]) -> ir.Function:
@@ -58,8 +59,8 @@ def _function(name: str, inputs: list[str], body: Callable[..., ir.Value]) -> ir
 def grouped_quant_matmul() -> ir.Function:
     """``GroupedQuantMatMul(x, codes, scales, offsets) -> y``; attributes bits, group_size, zero_point.
 
-    ``x`` is float32 ``[..., in]``, the weight as in :mod:`intaglio.kernels.grouped_quant`; ``y`` is
-    ``x`` times the transposed weight, float32 ``[..., out]``.
+    ``x`` is float32, float16 or bfloat16 ``[..., in]``, the weight as in :mod:`intaglio.kernels.grouped_quant`;
+    ``y`` ``[..., out]`` is ``x`` times the transposed weight, computed in float32 and rounded to the dtype of ``x``.
     """
     return _function("GroupedQuantMatMul", ["x", "codes", "scales", "offsets"], _matmul)
 

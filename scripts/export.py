@@ -16,6 +16,13 @@ from intaglio.scripts.console import Quiet, human_bytes, progress_bar, say
 def export(
     source: Annotated[Path, typer.Argument(help="A .gguf file, a .safetensors file, or a Hugging Face folder.")],
     bundle: Annotated[Path, typer.Argument(help="The folder to write; an older bundle there is replaced.")],
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="float32, float16 or bfloat16: of dense weights, activations and cache. Norms, softmax, rotary angles "
+            "and logits stay float32, quantized weights as they are."
+        ),
+    ] = "float32",
     stages: Annotated[
         str | None,
         typer.Option(
@@ -42,6 +49,7 @@ def export(
         result = intaglio.export(
             source,
             bundle,
+            dtype=dtype,
             stages=stages.split(",") if stages else None,
             hidden_states=_integers(hidden_states),
             config=dict(map(_setting, config or [])),
@@ -52,10 +60,12 @@ def export(
         )
     done = "would write" if dry_run else "wrote"
     say(
-        f"{done} {bundle}: {result.architecture}, stages {', '.join(result.stages)}, "
+        f"{done} {bundle}: {result.architecture}, stages {', '.join(result.stages)}, in {result.dtype}, "
         f"{human_bytes(result.weights.bytes)} of weights",
         quiet=quiet,
     )
+    if flushed := result.weights.flushed_to_zero:
+        say(f"{flushed} weights are too small for {result.dtype} and became zero", quiet=quiet)
     if result.unused_tensors:
         names = ", ".join(result.unused_tensors[:10]) + (", …" if len(result.unused_tensors) > 10 else "")
         say(f"not used: {len(result.unused_tensors)} tensors ({names})", quiet=quiet)

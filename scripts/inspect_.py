@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +12,7 @@ import numpy as np
 import typer
 
 import intaglio
-from intaglio.engines.engine import open_engine, read_report
+from intaglio.engines.engine import engine_path, open_engine, read_report
 from intaglio.engines.model_engine import (
     MODEL_FOLDER,
     NO_MAXIMUM,
@@ -24,7 +26,7 @@ from intaglio.exporters.bundle import Dim, is_bundle, read_bundle
 from intaglio.exporters.checkpoints.gguf_blocks import StoredTensor
 from intaglio.exporters.checkpoints.tensors import CheckpointTensor
 from intaglio.scripts.compile_ import print_report
-from intaglio.scripts.console import Json, human_bytes, print_json, print_table
+from intaglio.scripts.console import Json, Quiet, human_bytes, print_json, print_table, progress_bar, say
 
 if TYPE_CHECKING:
     from intaglio.engines.onnx_file import OnnxFile
@@ -38,10 +40,22 @@ def inspect_(
     tensors: Annotated[
         bool, typer.Option("--tensors", help="List every tensor of a checkpoint or an ONNX file.")
     ] = False,
+    probe: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Run a bundle that was exported with --taps on this text (repeatable; an empty one stands for a few "
+            "texts of our own) and list how large activations become. Exits 1 if one is above half of what the dtype "
+            "can hold; a float32 bundle is compared with float16.",
+        ),
+    ] = None,
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Say what a checkpoint, a bundle, an ONNX file or an engine holds. Reads headers, no weights."""
-    if is_bundle(path):
+    """Say what a checkpoint, a bundle, an ONNX file or an engine holds. Reads no weights, unless it probes."""
+    if probe is not None:
+        _probe(path, probe, as_json, quiet)
+    elif is_bundle(path):
         _bundle(path, as_json)
     elif path.parent.name == "engines" and is_bundle(path.parent.parent):
         _engine(path, as_json)
@@ -268,6 +282,36 @@ def _model_engine(path: Path, list_tensors: bool, as_json: bool) -> None:
     print_table("\nfiles", ("file", "size", "sha256"), files)
     rows = [("source", info.source), *((key, value) for key, value in info.identity if key != "shapes")]
     print_table("\nidentity", ("key", "value"), rows)
+
+
+def _probe(path: Path, texts: list[str], as_json: bool, quiet: bool) -> None:
+    from intaglio.runtimes.probe import TEXTS, probe  # brings the tokenizers, which no other inspection needs
+
+    bundle = read_bundle(path)
+    if not engine_path(path, "cpu").exists():
+        say("no engine for cpu yet: compiling", quiet=quiet)
+        with progress_bar(quiet=quiet) as progress:
+            intaglio.compile(path, "cpu", progress=progress)
+    report = probe(path, [t for text in texts for t in ([text] if text else TEXTS)])
+    above = report.above_half
+    if as_json:
+        # JSON has no infinity: null stands for a value that is not finite.
+        ranges = [{"name": r.name, "max_abs": _finite(r.max_abs), "share": _finite(r.share)} for r in report.ranges]
+        print_json({**asdict(report), "ranges": ranges, "above_half": [r.name for r in above]})
+    else:
+        rows = [(r.name, f"{r.max_abs:.4g}", f"{100 * r.share:.3g} %", r in above) for r in report.ranges]
+        title = f"{path} in {bundle.dtype}: largest activations beside {report.dtype}'s {report.maximum:.4g}"
+        print_table(title, ("output", "max |x|", "of maximum", "above half"), rows)
+    if not above:
+        say(f"all {len(report.ranges)} tensors stay below half of what {report.dtype} can hold", quiet=quiet)
+        return
+    names = "\n".join(f"  {r.name}: {r.max_abs:.4g}" for r in above)
+    say(f"{len(above)} tensors are above half of what {report.dtype} can hold:\n{names}")
+    raise typer.Exit(1)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _tensors(infos: Any) -> str:

@@ -21,7 +21,10 @@ def parity(
     stage: Annotated[str, typer.Option(help="The stage to compare.")] = "score",
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of the random input.")] = 12,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random input.")] = 0,
-    bound: Annotated[float, typer.Option(help="Largest relative L2 distance that counts as agreement.")] = 1e-4,
+    bound: Annotated[
+        float | None,
+        typer.Option(help="Largest relative L2 distance that counts as agreement. Default: 1e-4, of float16 1e-2."),
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -35,7 +38,7 @@ def parity(
         title = f"{stage} on {target} against {against}"
         print_table(title, ("output", "cosine", "relative L2", "max abs"), rows)
     if first is None:
-        say(f"all {len(report.differences)} outputs agree within {bound:g}", quiet=quiet)
+        say(f"all {len(report.differences)} outputs agree within {report.bound:g}", quiet=quiet)
         return
-    say(f"first beyond {bound:g}: {first.name}, relative L2 {first.relative_l2:.2e}")
+    say(f"first beyond {report.bound:g}: {first.name}, relative L2 {first.relative_l2:.2e}")
     raise typer.Exit(1)

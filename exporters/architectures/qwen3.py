@@ -26,7 +26,7 @@ from intaglio.exporters.layers.attention import (
     split_heads,
 )
 from intaglio.exporters.layers.causal_lm import Cache, decoder_dims, decoder_stages
-from intaglio.exporters.layers.linear import Embedding, Linear
+from intaglio.exporters.layers.linear import Embedding, Linear, OutputHead
 from intaglio.exporters.layers.mlp import SwiGLU
 from intaglio.exporters.layers.norm import RMSNorm
 from intaglio.exporters.layers.rotary import RotaryEmbedding, apply_rotary
@@ -186,7 +186,7 @@ class Qwen3ForCausalLM(nn.Module):
         super().__init__()
         self.model = Qwen3Model(config)
         tied = config.tie_word_embeddings
-        self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size)
+        self.lm_head = None if tied else OutputHead(config.hidden_size, config.vocab_size)
 
     def forward(
         self,

@@ -59,5 +59,10 @@ def attention(
     mask: ir.Value,
     scale: float,
 ) -> ir.Value:
-    """Softmax attention with grouped heads (H a multiple of K) under a boolean mask: ``[B, H, S, E]``."""
-    return op.Attention(query_BHSE, key_BKTE, value_BKTE, mask, scale=scale)
+    """Softmax attention with grouped heads (H a multiple of K) under a boolean mask: ``[B, H, S, E]``.
+
+    In the dtype of its inputs, but for the softmax, which is float32.
+    """
+    # Absent means the dtype of the inputs: a float32 graph needs no attribute.
+    island = {} if query_BHSE.dtype == ir.DataType.FLOAT else {"softmax_precision": ir.DataType.FLOAT}
+    return op.Attention(query_BHSE, key_BKTE, value_BKTE, mask, scale=scale, **island)

@@ -39,18 +39,19 @@ class DecoderConfig(Protocol):
     def rope_scaling(self) -> RopeScaling | None: ...
 
 
-def decoder_stages(config: DecoderConfig, hidden_state_layers: tuple[int, ...]) -> dict[str, Stage]:
+def decoder_stages(config: DecoderConfig, hidden_state_layers: tuple[int, ...], dtype: ir.DataType) -> dict[str, Stage]:
     """The stages of a model whose forward is ``(input_ids, attention_mask, position_ids, past, last_only)``.
 
     The model returns logits, the new cache, and its hidden states: the embeddings, the output of each layer but
     the last, and the final norm's output, as transformers numbers them. Those named in ``hidden_state_layers``
     become outputs. Its ``model`` runs a given number of layers: ``(input_ids, …, past, depth)``. The stage
-    ``encode`` is there if hidden states are, and is exported when it is asked for.
+    ``encode`` is there if hidden states are, and is exported when it is asked for. The cache has the graph's
+    ``dtype``, logits are float32.
     """
     cache_shape = ("batch", config.num_key_value_heads, "past_sequence", config.head_dim)
     present_shape = ("batch", config.num_key_value_heads, "total_sequence", config.head_dim)
     cache_inputs = tuple(
-        Input(f"past_key_values.{layer}.{part}", ir.DataType.FLOAT, cache_shape)
+        Input(f"past_key_values.{layer}.{part}", dtype, cache_shape)
         for layer in range(config.num_hidden_layers)
         for part in ("key", "value")
     )

@@ -6,6 +6,7 @@ import onnx_ir as ir
 from onnxscript import OpBuilder, nn
 
 from intaglio.exporters.checkpoints.tensors import QuantizedLayout
+from intaglio.exporters.layers.dtype import DtypeModule, cast
 from intaglio.kernels.functions import grouped_quant_dequantize, grouped_quant_matmul
 from intaglio.kernels.grouped_quant import GroupedQuantFormat
 
@@ -13,7 +14,7 @@ from intaglio.kernels.grouped_quant import GroupedQuantFormat
 QUANTIZED_PARTS = ("codes", "scales", "offsets")
 
 
-class WeightModule(nn.Module):
+class WeightModule(DtypeModule):
     """A module with a ``weight`` ``[out, in]`` that may turn out to be quantized in the checkpoint."""
 
     def __init__(self, rows: int, columns: int) -> None:
@@ -34,7 +35,7 @@ class WeightModule(nn.Module):
         self.offsets = nn.Parameter(groups if layout.has_offsets else [], scale_dtype, "weight.offsets")
 
     def project(self, op: OpBuilder, x: ir.Value) -> ir.Value:
-        """``x`` ``[..., in]`` times the transposed weight: ``[..., out]``."""
+        """``x`` ``[..., in]`` times the transposed weight: ``[..., out]``, in the dtype of ``x``."""
         if self.layout is None:
             return op.MatMul(x, op.Transpose(self.weight, perm=[1, 0]))
         y = op.call(
@@ -50,6 +51,15 @@ class WeightModule(nn.Module):
         y.shape = ir.Shape([*(x.shape or ())[:-1], self.rows])
         return y
 
+    def logits(self, op: OpBuilder, x: ir.Value) -> ir.Value:
+        """``x`` projected to float32 ``[..., out]``, whatever its dtype.
+
+        The product with a quantized weight is float32 anyway and is not rounded; a dense one is, as its weight is.
+        """
+        if self.layout is not None:
+            return self.project(op, cast(op, x, ir.DataType.FLOAT))
+        return cast(op, self.project(op, x), ir.DataType.FLOAT)
+
 
 class Linear(WeightModule):
     """``y = x @ weight.T + bias``, as ``torch.nn.Linear``."""
@@ -63,8 +73,21 @@ class Linear(WeightModule):
         return y if self.bias is None else op.Add(y, self.bias)
 
 
+class OutputHead(WeightModule):
+    """The projection of hidden states to logits, which are float32: see :meth:`WeightModule.logits`."""
+
+    def __init__(self, hidden_size: int, vocab_size: int) -> None:
+        super().__init__(vocab_size, hidden_size)
+
+    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
+        return self.logits(op, x)
+
+
 class Embedding(WeightModule):
-    """A table ``[num_embeddings, embedding_dim]``; a quantized one gathers rows, then dequantizes them."""
+    """A table ``[num_embeddings, embedding_dim]``; a quantized one gathers rows, then dequantizes them.
+
+    Rows come in the graph's dtype.
+    """
 
     def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
         super().__init__(num_embeddings, embedding_dim)
@@ -83,13 +106,14 @@ class Embedding(WeightModule):
         )
         rows.dtype = ir.DataType.FLOAT
         rows.shape = ir.Shape([None, self.columns])
+        rows = cast(op, rows, self.dtype)
         x_BSD = op.Reshape(rows, op.Concat(op.Shape(ids_BS), [self.columns], axis=0))
         x_BSD.shape = ir.Shape([*(ids_BS.shape or ()), self.columns])
         return x_BSD
 
     def as_linear(self, op: OpBuilder, x: ir.Value) -> ir.Value:
-        """The table as the weight of a tied output head."""
-        return self.project(op, x)
+        """The table as the weight of a tied output head: float32 logits."""
+        return self.logits(op, x)
 
 
 def _attributes(quantization: GroupedQuantFormat) -> dict[str, int]:

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import onnx_ir as ir
-from onnxscript import OpBuilder, nn
+from onnxscript import OpBuilder
 
 from intaglio.exporters.config import (
     DynamicScaling,
@@ -16,13 +16,15 @@ from intaglio.exporters.config import (
     RopeScaling,
     YarnScaling,
 )
+from intaglio.exporters.layers.dtype import DtypeModule, cast
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(DtypeModule):
     """Cosines and sines for ``position_ids``, computed once in a graph and shared by its layers.
 
     They are computed rather than looked up: a table to a published context of 131072 tokens would be
-    larger than some models.
+    larger than some models. Angles are float32, since a far position times a frequency has no place in half of
+    that; their cosines and sines are rounded once to the graph's dtype.
     """
 
     def __init__(self, head_dim: int, rope_theta: float, scaling: RopeScaling | None) -> None:
@@ -33,7 +35,7 @@ class RotaryEmbedding(nn.Module):
         self._scaling = scaling
 
     def forward(self, op: OpBuilder, position_ids_BS: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """``cos`` and ``sin``, float32 ``[B, S, E / 2]``, of int64 ``[B, S]``."""
+        """``cos`` and ``sin`` ``[B, S, E / 2]`` in the graph's dtype, of int64 ``[B, S]``."""
         inv_freq = op.initializer(ir.tensor(self._inv_freq, name="rotary_emb.inv_freq"))
         if isinstance(self._scaling, DynamicScaling):
             inv_freq = self._stretched(op, inv_freq, position_ids_BS, self._scaling)
@@ -42,8 +44,8 @@ class RotaryEmbedding(nn.Module):
         cos, sin = op.Cos(angles), op.Sin(angles)
         if isinstance(self._scaling, YarnScaling) and self._scaling.attention_factor != 1:
             factor = self._scaling.attention_factor
-            return op.Mul(cos, factor), op.Mul(sin, factor)
-        return cos, sin
+            cos, sin = op.Mul(cos, factor), op.Mul(sin, factor)
+        return cast(op, cos, self.dtype), cast(op, sin, self.dtype)
 
     def _stretched(
         self, op: OpBuilder, inv_freq: ir.Value, position_ids_BS: ir.Value, scaling: DynamicScaling

@@ -86,6 +86,71 @@ def test_bfloat16_and_float16_are_widened_exactly(tmp_path: Path) -> None:
             np.testing.assert_array_equal(graph.initializers[name].const_value.numpy(), expected.astype(np.float32))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_weights_are_rounded_to_the_dtype(checkpoint: Path, tmp_path: Path, dtype: str) -> None:
+    import ml_dtypes
+
+    bundle = intaglio.export(checkpoint, tmp_path / "bundle", dtype=dtype)
+    assert bundle.dtype == read_bundle(tmp_path / "bundle").dtype == dtype
+    wide = tiny_checkpoint.tensors()
+    assert bundle.weights.bytes < 0.6 * sum(t.nbytes for t in wide.values()) + 4096 * len(wide)
+    graph = ir.load(tmp_path / "bundle" / "score.onnx").graph
+    for name, tensor in wide.items():
+        expected = tensor.astype(getattr(ml_dtypes, dtype, dtype))
+        stored = graph.initializers[name].const_value
+        assert stored.dtype.numpy() == expected.dtype
+        np.testing.assert_array_equal(stored.numpy(), expected)
+
+
+@pytest.mark.parametrize("at", [0, 5000])  # in the first chunk that is read and in a later one
+def test_a_weight_beyond_the_dtype_is_named(
+    checkpoint: Path, tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from intaglio.exporters import weights as writer
+
+    monkeypatch.setattr(writer, "_CHUNK_BYTES", 4096)
+    intaglio.export(checkpoint, tmp_path / "bundle")
+    before = contents(tmp_path / "bundle")
+    tensors = tiny_checkpoint.tensors()
+    flat = tensors["model.embed_tokens.weight"].reshape(-1)
+    flat[at], flat[at + 2500] = 65521, -1.5e6  # the larger one is in a later chunk
+    tiny_checkpoint.write(checkpoint, weights=tensors)
+    name = r"model\.embed_tokens\.weight"
+    with pytest.raises(
+        WeightsError, match=name + r": its largest magnitude is 1\.5e\+06, beyond float16's 65504; .*--dtype bfloat16"
+    ):
+        intaglio.export(checkpoint, tmp_path / "bundle", dtype="float16")
+    assert contents(tmp_path / "bundle") == before
+    assert nothing_left(tmp_path)
+    intaglio.export(checkpoint, tmp_path / "bundle", dtype="bfloat16")
+    flat[at] = 3.4e38  # beyond bfloat16 too, since it rounds up
+    tiny_checkpoint.write(checkpoint, weights=tensors)
+    for dtype in ("float16", "bfloat16"):
+        with pytest.raises(WeightsError, match=name + r": its largest magnitude is 3\.4e\+38, .*--dtype float32"):
+            intaglio.export(checkpoint, tmp_path / "bundle", dtype=dtype)
+
+
+def test_the_largest_float16_is_not_beyond_it(checkpoint: Path, tmp_path: Path) -> None:
+    weights = tiny_checkpoint.tensors()
+    weights["model.norm.weight"][:2] = 65519.0, np.inf  # rounds down; infinite in the source stays so
+    tiny_checkpoint.write(checkpoint, weights=weights)
+    intaglio.export(checkpoint, tmp_path / "bundle", dtype="float16")
+    stored = ir.load(tmp_path / "bundle" / "score.onnx").graph.initializers["model.norm.weight"].const_value
+    assert stored.numpy()[:2].tolist() == [65504.0, np.inf]
+
+
+def test_what_becomes_zero_is_counted(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("intaglio.exporters.weights._CHUNK_BYTES", 4096)  # the tensor comes in two chunks
+    weights = tiny_checkpoint.tensors()
+    weights["model.layers.0.mlp.up_proj.weight"][3, :5] = 1e-8, -1e-9, 2.9e-8, 6e-8, 0.0  # the fourth is subnormal
+    weights["model.layers.0.mlp.up_proj.weight"][40, 7] = 1e-8
+    tiny_checkpoint.write(checkpoint, weights=weights)
+    assert intaglio.export(checkpoint, tmp_path / "bundle").weights.flushed_to_zero == 0
+    bundle = intaglio.export(checkpoint, tmp_path / "bundle", dtype="float16")
+    assert bundle.weights.flushed_to_zero == read_bundle(tmp_path / "bundle").weights.flushed_to_zero == 4
+    assert intaglio.export(checkpoint, tmp_path / "bundle", dtype="bfloat16").weights.flushed_to_zero == 0
+
+
 def test_stages_can_be_chosen(checkpoint: Path, tmp_path: Path) -> None:
     bundle = intaglio.export(checkpoint, tmp_path / "bundle", stages=["score"], hidden_states=[0, 2])
     assert list(bundle.stages) == ["score"]
@@ -209,6 +274,7 @@ def test_a_folder_that_is_no_bundle_is_never_replaced(checkpoint: Path, tmp_path
     [
         ({"stages": ["paint"]}, "the stage 'paint' is unknown; llama has generate, score"),
         ({"stages": []}, "no stage is chosen"),
+        ({"dtype": "int8"}, "the dtype 'int8' is unknown; there are float32, float16, bfloat16"),
         ({"hidden_states": [3]}, "hidden states of layer 3 are asked for; the model has 0 to 2"),
     ],
 )
@@ -331,7 +397,7 @@ def test_a_full_disk_is_one_clear_error(checkpoint: Path, tmp_path: Path) -> Non
     if mounted.returncode:
         pytest.skip("no tmpfs can be mounted here")
     try:
-        with pytest.raises((BundleError, OutputError), match="cannot be written"):
+        with pytest.raises(OutputError, match="cannot be written.*free space"):
             intaglio.export(checkpoint, disk / "bundle")
         assert list(disk.iterdir()) == []
     finally:

@@ -177,6 +177,41 @@ def test_function_bodies_equal_the_reference(
     assert np.linalg.norm(y_found - reference) <= 1e-6 * np.linalg.norm(reference)
 
 
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
+def test_the_matmul_of_halves_is_float32s_rounded_once(dtype: DTypeLike) -> None:
+    rng = np.random.default_rng(5)
+    quantization = GroupedQuantFormat(4, 32, 0)
+    rows = random_rows(rng, (11, 256), quantization, np.dtype(np.float16), True)
+    half = ir.DataType.from_numpy(np.dtype(dtype))
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": functions.OPSET, DOMAIN: 1}, name="halves")
+    builder = GraphBuilder(graph)
+    # In and out as float32, since onnxruntime's Python face has no bfloat16.
+    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["tokens", 256]))
+    graph.inputs.append(x)
+    parts = [
+        builder.op.initializer(ir.tensor(array, name=name))
+        for array, name in ((rows.codes, "codes"), (rows.scales, "scales"), (rows.offsets, "offsets"))
+    ]
+    attributes = {"bits": 4, "group_size": 32, "zero_point": 0}
+    x_half = builder.op.Cast(x, to=half)
+    y_half = builder.op.call(functions.grouped_quant_matmul(), x_half, *parts, **attributes)
+    y = builder.op.Cast(y_half, to=ir.DataType.FLOAT)
+    y_half.dtype, y.name, y.dtype, y.shape = half, "y", ir.DataType.FLOAT, ir.Shape(["tokens", 11])
+    graph.outputs.append(y)
+    model = ir.Model(graph, ir_version=11, functions=list(builder.functions.values()))
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(ir.serde.serialize_model(model).SerializeToString(), options)
+    x_found = rng.normal(size=(7, 256)).astype(dtype).astype(np.float32)
+    (found,) = session.run(None, {"x": x_found})
+    exact = matmul(x_found, rows, quantization)
+    rounded = exact.astype(dtype).astype(np.float32)
+    # A sum in another order may lie on the other side of a rounding boundary: then one step apart.
+    step = np.float32(ml_dtypes.finfo(dtype).eps) * np.abs(exact)
+    assert (np.abs(found - rounded) <= step).all() and (found == rounded).mean() > 0.95
+    assert not np.array_equal(found, exact)
+
+
 def test_infinite_scales_reach_the_weight() -> None:
     rows = GroupedQuantRows(np.array([[255, 0]], np.uint8), np.full((1, 1), 3e38, np.float32), np.zeros((), np.float32))
     assert dequantize(rows, GroupedQuantFormat(8, 2, 0)).tolist() == [[np.inf, 0.0]]

@@ -41,6 +41,19 @@ def test_run_compiles_first_and_says_so(tmp_path: Path) -> None:
     assert (again.returncode, again.stdout, again.stderr) == (0, done.stdout, "")
 
 
+def test_a_narrower_dtype_is_said_at_every_step(tmp_path: Path) -> None:
+    weights = tiny_checkpoint.tensors()
+    weights["model.norm.weight"][0] = 1e-9
+    checkpoint = tiny_checkpoint.write(tmp_path / "checkpoint", weights=weights)
+    done = command_line("export", checkpoint, tmp_path / "bundle", "--dtype", "float16")
+    assert ", stages generate, score, in float16, " in done.stderr
+    assert "1 weights are too small for float16 and became zero" in done.stderr
+    done = command_line("compile", tmp_path / "bundle")
+    assert done.stdout.count("float16 (products in float32)") == 2, done.stdout
+    assert command_line("run", tmp_path / "bundle", "abc", "--max-new-tokens", 3).returncode == 0
+    assert "agree within 0.01" in command_line("parity", tmp_path / "bundle").stderr
+
+
 def test_run_is_repeatable_and_draws_by_seed(engine: Path) -> None:
     def text(*options: object) -> str:
         done = command_line("run", engine, "hello", "--max-new-tokens", 24, "--quiet", *options)
@@ -103,6 +116,7 @@ def test_parity_agrees_and_finds_what_differs(engine: Path) -> None:
         (("export", "{bundle}", "out"), "holds no *.safetensors and no *.gguf"),
         (("export", "{checkpoint}", "out", "--config", "rope_theta"), "expected KEY=VALUE"),
         (("export", "{checkpoint}", "out", "--hidden-states", "one"), "expected layer numbers"),
+        (("export", "{checkpoint}", "out", "--dtype", "half"), "the dtype 'half' is unknown"),
         (("compile", "nowhere"), "nowhere: no such folder; expected a bundle"),
         (("compile", "{bundle}", "--shapes", "batch=0"), "must rise, within 1 to 1024"),
         (("run", "nowhere", "hello"), "nowhere: no such folder; expected a bundle"),
@@ -115,6 +129,7 @@ def test_parity_agrees_and_finds_what_differs(engine: Path) -> None:
         (("run", "{bundle}", "hello", "--target", "abacus"), "the target 'abacus' is unknown"),
         (("run", "{bundle}", "hello", "--max-new-tokens", "0"), "max-new-tokens"),
         (("inspect", "{bundle}/bundle.json"), "neither GGUF"),
+        (("inspect", "{bundle}", "--probe", "abc"), "has no taps to probe; export it again with --taps"),
         (("parity", "{bundle}", "--against", "abacus"), "the reference 'abacus' is unknown"),
         (("parity", "{bundle}", "--stage", "paint"), "has no stage 'paint'"),
         (("bench", "{bundle}", "--new-tokens", "4000"), "do not fit in the context of 64"),
