@@ -186,5 +186,6 @@ def load(
     *,
     threads: int = 0,
 ) -> CpuSession:
-    """Loads a built stage; ``threads`` 0 takes one a core."""
-    return CpuSession(name, graph, weights_folder, runs_as(stage), dims, threads=threads)
+    """Loads a built stage, or a model that others wrote; ``threads`` 0 takes one a core."""
+    interface = runs_as(stage) if isinstance(stage, StageInfo) else stage
+    return CpuSession(name, graph, weights_folder, interface, dims, threads=threads)

@@ -397,7 +397,7 @@ def test_a_full_disk_is_one_clear_error(checkpoint: Path, tmp_path: Path) -> Non
     if mounted.returncode:
         pytest.skip("no tmpfs can be mounted here")
     try:
-        with pytest.raises(OutputError, match="cannot be written.*free space"):
+        with pytest.raises(OutputError, match=r"cannot be written.*free space"):
             intaglio.export(checkpoint, disk / "bundle")
         assert list(disk.iterdir()) == []
     finally:
