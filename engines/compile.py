@@ -17,7 +17,7 @@ from intaglio.engines.report import Report, StageReport
 from intaglio.engines.shapes import override_dims
 from intaglio.errors import CompileError, InputError
 from intaglio.exporters.bundle import Bundle, read_bundle
-from intaglio.folder import replaced_folder
+from intaglio.output import replaced_folder
 from intaglio.progress import Progress, ProgressCallback
 
 _log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from intaglio.engines.onnx_file import OnnxFile, read_onnx
 from intaglio.engines.report import Report, StageReport
 from intaglio.engines.shapes import override_dims
 from intaglio.errors import CompileError, InputError
-from intaglio.folder import replaced_folder
+from intaglio.output import replaced_folder
 from intaglio.progress import Progress, ProgressCallback
 
 _CHUNK = 1 << 20

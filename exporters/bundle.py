@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from intaglio.errors import BundleError, InputError
-from intaglio.folder import interrupted
+from intaglio.output import interrupted
 
 BUNDLE_FILE = "bundle.json"
 WEIGHTS_FILE = "weights.data"

@@ -15,7 +15,7 @@ from intaglio.exporters.checkpoints.mlx import UnresolvedMlxTensor, is_mlx_quant
 from intaglio.exporters.checkpoints.safetensors_writer import mlx_setting, write_shards
 from intaglio.exporters.checkpoints.tensors import Checkpoint, CheckpointTensor
 from intaglio.exporters.tokenizer import TokenizerFiles
-from intaglio.folder import replaced_folder
+from intaglio.output import replaced_folder
 from intaglio.progress import ProgressCallback
 
 # Settings and tokenizers of a folder, by suffix; anything else is not part of a checkpoint.

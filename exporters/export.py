@@ -41,7 +41,7 @@ from intaglio.exporters.graph import attach_weights, build_graph, quantize_modul
 from intaglio.exporters.layers.dtype import DTYPES, set_dtype
 from intaglio.exporters.tokenizer import TokenizerFiles, tokenizer_from_directory, tokenizer_from_gguf
 from intaglio.exporters.weights import Part, Written, plan_weights, write_weights
-from intaglio.folder import replaced_folder
+from intaglio.output import replaced_folder
 from intaglio.progress import Progress, ProgressCallback
 
 _TOKENIZER_FOLDER = "tokenizer"

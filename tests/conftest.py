@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from fetched import fetched
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def load_fetch() -> ModuleType:
-    """`tools/fetch.py` as a module. The tools are scripts, not a package, so they are loaded by path."""
-    spec = importlib.util.spec_from_file_location("fetch", ROOT / "tools" / "fetch.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-_USER_CACHE = os.environ.get("INTAGLIO_CACHE")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,22 +19,6 @@ def engine_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("INTAGLIO_CACHE", str(folder))
         yield folder
-
-
-def fetched(name: str) -> Path:
-    """The file that `tools/fetch.py` calls `name`. Skips without a registry; a wrong hash is a failure."""
-    fetch = load_fetch()
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            if _USER_CACHE is None:
-                patch.delenv("INTAGLIO_CACHE", raising=False)
-            else:
-                patch.setenv("INTAGLIO_CACHE", _USER_CACHE)
-            return fetch.fetch(name)
-    except fetch.UnreachableError as error:
-        if os.environ.get("INTAGLIO_REQUIRE_MODELS"):
-            raise
-        pytest.skip(f"{name} is not cached and cannot be fetched: {error}")
 
 
 @pytest.fixture(scope="session")
@@ -73,7 +42,8 @@ def mistral_folder(request: pytest.FixtureRequest) -> Path:
 
 def gguf_metadata(path: Path) -> dict[str, object]:
     """The key-value part of a GGUF file as plain Python values, read by the `gguf` package."""
-    gguf = pytest.importorskip("gguf")
+    import gguf
+
     return {key: field.contents() for key, field in gguf.GGUFReader(path).fields.items() if key[0].islower()}
 
 

@@ -5,10 +5,8 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,6 +28,7 @@ from intaglio.exporters.checkpoints.gguf_header import (
 )
 from intaglio.exporters.checkpoints.gguf_pack import PACKED_TYPES, quantize_rows, repack_rows
 from intaglio.exporters.checkpoints.tensors import CheckpointTensor, DenseTensor, FileBytes
+from intaglio.output import replaced_file
 from intaglio.progress import Progress, ProgressCallback
 
 _VERSION = 3
@@ -72,8 +71,8 @@ def write_gguf(
     :class:`~intaglio.exporters.checkpoints.gguf.GgufMetadata` keeps its types; else an int becomes uint32, int32,
     int64 or uint64, the first that holds it, a float float32, and a NumPy value what it is.
 
-    Raises CheckpointError on what cannot be written, before the file is there. The key ``intaglio.type_42`` is
-    added where the ambiguous type id 42 is written.
+    Raises CheckpointError on what the format cannot hold, before the file is there, and OutputError. The key
+    ``intaglio.type_42`` is added where the ambiguous type id 42 is written.
     """
     path = Path(path)
     metadata, types = dict(metadata), dict(getattr(metadata, "types", {}))
@@ -85,23 +84,13 @@ def write_gguf(
     planned = _plan(path, tensors, alignment)
     _note_type42(path, metadata, planned)
     header = b"".join(_header(path, metadata, types, planned))
-    target = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with target.open("wb") as file:
-            file.write(header)
+    with replaced_file(path) as file:
+        file.write(header)
+        _pad(file, alignment)
+        counter = Progress(progress, f"writing {path.name}", sum(p.nbytes for p in planned), "bytes")
+        for tensor in planned:
+            _write_tensor(path, file, tensor, counter)
             _pad(file, alignment)
-            counter = Progress(progress, f"writing {path.name}", sum(p.nbytes for p in planned), "bytes")
-            for tensor in planned:
-                _write_tensor(path, file, tensor, counter)
-                _pad(file, alignment)
-            file.flush()
-            os.fsync(file.fileno())
-        target.replace(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written ({error.strerror or error})") from error
-    finally:
-        with suppress(OSError):
-            target.unlink(missing_ok=True)
 
 
 def _plan(path: Path, tensors: Sequence[GgufTensor], alignment: int) -> list[_Planned]:

@@ -6,9 +6,7 @@ Format: https://github.com/huggingface/safetensors#format; names of shards and i
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -20,6 +18,7 @@ from intaglio.exporters.checkpoints.mlx import BITS, GROUP_SIZES, MlxTensor
 from intaglio.exporters.checkpoints.safetensors import DTYPES
 from intaglio.exporters.checkpoints.tensors import CheckpointTensor, DenseTensor
 from intaglio.kernels.grouped_quant import GroupedQuantFormat, GroupedQuantRows, dequantize
+from intaglio.output import replaced_file
 from intaglio.progress import Progress, ProgressCallback
 
 # Where huggingface_hub begins another shard.
@@ -111,12 +110,9 @@ def write_shards(
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     content = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
     target = folder / f"{stem}.safetensors.index.json"
-    _replacing(target, lambda file: _say(file, content.encode()))
+    with replaced_file(target) as file:
+        file.write(content.encode())
     return files
-
-
-def _say(file: BinaryIO, content: bytes) -> None:
-    file.write(content)
 
 
 def mlx_parts(what: str, name: str, tensor: CheckpointTensor) -> tuple[Entry, Entry, Entry]:
@@ -259,12 +255,10 @@ def _write(path: Path, groups: Sequence[_Group], metadata: Mapping[str, str], co
     if len(raw) > _MAX_HEADER:
         raise CheckpointError(f"{path}: the header has {len(raw)} bytes, at most {_MAX_HEADER} are allowed")
 
-    def fill(file: BinaryIO) -> None:
+    with replaced_file(path) as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
         for group in groups:
             _fill(path, file, group, offsets, 8 + len(raw), counter)
-
-    _replacing(path, fill)
 
 
 def _fill(path: Path, file: BinaryIO, group: _Group, offsets: Mapping[str, int], start: int, counter: Progress) -> None:
@@ -283,18 +277,3 @@ def _fill(path: Path, file: BinaryIO, group: _Group, offsets: Mapping[str, int],
     for entry, count in zip(group.entries, written, strict=True):
         if count != entry.nbytes:
             raise CheckpointError(f"{path}: {entry.name}: gave {count} bytes of {entry.dtype}, not {entry.nbytes}")
-
-
-def _replacing(path: Path, fill: Callable[[BinaryIO], None]) -> None:
-    target = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with target.open("wb") as file:
-            fill(file)
-            file.flush()
-            os.fsync(file.fileno())
-        target.replace(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written ({error.strerror or error})") from error
-    finally:
-        with suppress(OSError):
-            target.unlink(missing_ok=True)

@@ -187,7 +187,8 @@ def ternary_gguf(path: Path, storage: str = "TQ2_0_g128", scale: float = 0.5) ->
 
 @pytest.mark.parametrize("storage", ["TQ2_0_g128", "TQ2_0", "TQ1_0"])
 def test_ternary_gguf_to_mlx_and_back(tmp_path: Path, storage: str) -> None:
-    mx = pytest.importorskip("mlx.core")
+    import mlx.core as mx
+
     source = ternary_gguf(tmp_path / "a.gguf", storage if storage != "TQ1_0" else "TQ2_0")
     if storage == "TQ1_0":
         intaglio.convert(source, tmp_path / "a1.gguf", storage="TQ1_0")
@@ -233,7 +234,6 @@ def test_a_bias_that_the_scales_type_does_not_hold_is_refused(tmp_path: Path) ->
 
 
 def test_mlx_weights_that_no_gguf_type_holds_are_refused(tmp_path: Path) -> None:
-    pytest.importorskip("mlx.core")
     from mlx_files import quantize_folder
 
     source = quantize_folder(folder(tmp_path / "a"), tmp_path / "mlx", 6, 32)
@@ -257,7 +257,6 @@ def test_mlx_weights_that_no_gguf_type_holds_are_refused(tmp_path: Path) -> None
 
 
 def test_modules_of_different_widths_keep_their_settings(tmp_path: Path) -> None:
-    pytest.importorskip("mlx.core")
     from mlx_files import quantize_folder
 
     overrides = {"model.layers.0.mlp.up_proj": {"bits": 2, "group_size": 32}, "model.embed_tokens": False}

@@ -312,7 +312,7 @@ def test_the_working_folder_is_not_replaced(checkpoint: Path, tmp_path: Path, mo
 
 def test_a_writer_that_is_alive_is_left_alone(checkpoint: Path, tmp_path: Path) -> None:
     """Two exports to one target at a time: both finish, and nothing is left but a whole bundle."""
-    from intaglio.folder import replaced_folder
+    from intaglio.output import replaced_folder
 
     with replaced_folder(tmp_path / "bundle") as partial:
         intaglio.export(checkpoint, tmp_path / "bundle")
@@ -378,7 +378,7 @@ def test_replacing_works_with_and_without_an_exchange(
     can_exchange: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not can_exchange:
-        monkeypatch.setattr("intaglio.folder._exchange", lambda a, b: False)
+        monkeypatch.setattr("intaglio.output._exchange", lambda a, b: False)
     intaglio.export(checkpoint, tmp_path / "bundle")
     (tmp_path / "bundle" / "engines").mkdir()
     intaglio.export(checkpoint, tmp_path / "bundle", stages=["score"])

@@ -28,7 +28,8 @@ def smollm2(smollm2_metadata: dict[str, object]) -> TokenizerFiles:
 
 @pytest.fixture(scope="module")
 def smollm2_transformers(smollm2_gguf: Path) -> Any:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     return transformers.AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
 
 
@@ -123,7 +124,8 @@ def changed(metadata: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("pre", "name"), [("qwen2", "Qwen2Tokenizer"), ("gpt-2", "GPT2Tokenizer")])
 def test_against_transformers(tiny: dict[str, Any], texts: list[str], pre: str, name: str) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     oracle = getattr(transformers, name)(
         vocab={token: index for index, token in enumerate(tiny["tokenizer.ggml.tokens"])},
         merges=[tuple(merge.split(" ")) for merge in tiny["tokenizer.ggml.merges"]],
@@ -138,7 +140,8 @@ def test_llama_bpe_against_transformers(tiny: dict[str, Any], texts: list[str]) 
     """Meta publishes Llama 3 as tiktoken ranks, which transformers converts to the published
     `tokenizer.json`; here it converts the ranks of the small vocabulary. The converter derives its own
     merges, and ours are set to those."""
-    convert = pytest.importorskip("transformers.convert_slow_tokenizer")
+    import transformers.convert_slow_tokenizer as convert
+
     letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
     words = tiny["tokenizer.ggml.tokens"][:-3]
     ranks = {bytes(letters[letter] for letter in token): index for index, token in enumerate(words)}
@@ -159,13 +162,15 @@ def test_llama_bpe_against_transformers(tiny: dict[str, Any], texts: list[str]) 
 
 def test_published_splits(texts: list[str]) -> None:
     """The words themselves, not only the ids that come of them."""
-    convert = pytest.importorskip("transformers.convert_slow_tokenizer")
-    qwen2 = pytest.importorskip("transformers.models.qwen2.tokenization_qwen2").PRETOKENIZE_REGEX
+    import transformers.convert_slow_tokenizer as convert
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
     llama3 = inspect.signature(convert.TikTokenConverter.__init__).parameters["pattern"].default
-    regex = pytest.importorskip("regex")
+    import regex
+
     alphabet = bytes_to_unicode()
     splits: dict[str, Callable[[str], Iterator[str] | list[str]]] = {
-        "qwen2": lambda text: regex.findall(qwen2, text),
+        "qwen2": lambda text: regex.findall(PRETOKENIZE_REGEX, text),
         "llama-bpe": lambda text: regex.findall(llama3, text),
         "gpt-2": lambda text: regex.findall(GPT2_SPLIT, text),
         "smollm": split_smollm,

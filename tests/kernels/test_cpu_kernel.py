@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 from numpy.typing import DTypeLike
 
@@ -24,8 +25,6 @@ from intaglio.kernels.grouped_quant import (
     dequantize,
     matmul,
 )
-
-ort = pytest.importorskip("onnxruntime")
 
 INSTRUCTION_SETS = ("portable", "avx2", "avx512")
 ROWS = (0, 1, 2, 3, 5, 17, 64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
 from numpy.typing import DTypeLike
 from onnxscript import GraphBuilder
@@ -20,8 +21,6 @@ from intaglio.kernels.grouped_quant import (
     pack_codes,
     unpack_codes,
 )
-
-ort = pytest.importorskip("onnxruntime")
 
 
 def random_rows(

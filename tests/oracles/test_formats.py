@@ -13,23 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import mlx.core as mx
 import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
 import transformers
+from mlx_files import dequantized, quantize_folder
 from tiny_models import _BLOCKS, GGUF_MODELS, TinyModel, _qwen3
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-mx = pytest.importorskip("mlx.core")
-
-from mlx_files import dequantized, quantize_folder  # noqa: E402
-
-import intaglio  # noqa: E402
-from intaglio.engines.engine import open_engine  # noqa: E402
-from intaglio.exporters.checkpoints.gguf_unpack import bit_planes  # noqa: E402
-from intaglio.kernels.grouped_quant import GroupedQuantFormat, GroupedQuantRows, dequantize, unpack_codes  # noqa: E402
-from intaglio.runtimes.parity import compare  # noqa: E402
+import intaglio
+from intaglio.engines.engine import open_engine
+from intaglio.exporters.checkpoints.gguf_unpack import bit_planes
+from intaglio.kernels.grouped_quant import GroupedQuantFormat, GroupedQuantRows, dequantize, unpack_codes
+from intaglio.runtimes.parity import compare
 
 BOUND = 1e-5
 MODELS = {

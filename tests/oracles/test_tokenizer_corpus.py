@@ -151,7 +151,8 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
 
 
 def test_qwen3_chat(qwen3: Tokenizer) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     oracle = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(qwen3.folder / "tokenizer.json"), eos_token=qwen3.eos_token
     )
@@ -176,7 +177,8 @@ class ReferencePieces:
     """
 
     def __init__(self, path: Path) -> None:
-        sentencepiece = pytest.importorskip("sentencepiece")
+        import sentencepiece
+
         content = path.read_bytes()
         self.processor = sentencepiece.SentencePieceProcessor(model_proto=content)
         # Of a field that is there twice the last counts: normalizer_spec.add_dummy_prefix = false.
@@ -235,7 +237,8 @@ def test_mistral(mistral: Tokenizer, pieces: ReferencePieces, lines: list[str]) 
 def test_mistral_against_transformers(mistral_folder: Path, mistral: Tokenizer, lines: list[str]) -> None:
     """transformers puts no dummy prefix before text that begins with a space, and joins the spaces of a run,
     whose pieces have one score, in another order than `sentencepiece`. Everywhere else the two agree."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     oracle = transformers.LlamaTokenizer.from_pretrained(mistral_folder)
     compared = 0
     for line in lines:

@@ -23,8 +23,9 @@ def draw_logits(seed: int, ties: bool = False) -> np.ndarray:
 
 def warped(logits_BV: np.ndarray, temperature: float, top_k: int | None, top_p: float | None) -> np.ndarray:
     """The distribution transformers' `generate` draws from, in float64: its list of warpers in its order."""
-    torch = pytest.importorskip("torch")
-    process = pytest.importorskip("transformers.generation.logits_process")
+    import torch
+    import transformers.generation.logits_process as process
+
     scores = torch.from_numpy(logits_BV.astype(np.float64))
     warpers: list[Any] = [process.TemperatureLogitsWarper(temperature)]
     if top_k is not None:
@@ -214,8 +215,9 @@ def draw_tokens(seed: int) -> list[list[int]]:
 @pytest.mark.parametrize("penalty", [0.5, 1.0, 1.1, 1.3, 10.0])
 def test_repetition_penalty_against_transformers(penalty: float) -> None:
     """To the last bit in float32, through the distribution and through the greedy choice."""
-    torch = pytest.importorskip("torch")
-    process = pytest.importorskip("transformers.generation.logits_process")
+    import torch
+    import transformers.generation.logits_process as process
+
     for seed in range(3):
         logits_BV, tokens = draw_logits(seed), draw_tokens(seed)
         processor = process.RepetitionPenaltyLogitsProcessor(penalty)
@@ -235,8 +237,9 @@ def test_repetition_penalty_against_transformers(penalty: float) -> None:
 
 def test_repetition_penalty_leaves_padding_out_as_transformers_does() -> None:
     """The tokens of the padded row of a batch, given to transformers as its ``generate`` gives them."""
-    torch = pytest.importorskip("torch")
-    process = pytest.importorskip("transformers.generation.logits_process")
+    import torch
+    import transformers.generation.logits_process as process
+
     logits_BV = draw_logits(8)[:2]
     pad, rows = 7, [[3, 4], [5, 6, 8, 9]]
     padded = torch.tensor([[pad] * (4 - len(row)) + row for row in rows])
@@ -269,8 +272,9 @@ def test_repetition_penalty_at_the_edges() -> None:
 @pytest.mark.parametrize(("top_k", "top_p"), [(None, None), (40, None), (None, 0.8), (40, 0.8)])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
 def test_min_p_against_transformers(temperature: float, top_k: int | None, top_p: float | None, min_p: float) -> None:
-    torch = pytest.importorskip("torch")
-    process = pytest.importorskip("transformers.generation.logits_process")
+    import torch
+    import transformers.generation.logits_process as process
+
     sampler = Sampler(SamplingParams(temperature, top_k, top_p, min_p=min_p))
     for seed in range(2):
         logits_BV = draw_logits(seed)
@@ -285,8 +289,9 @@ def test_min_p_against_transformers(temperature: float, top_k: int | None, top_p
 
 def test_the_order_of_all_filters_is_that_of_generate() -> None:
     """The list that transformers itself builds from a generation configuration."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     settings = {"temperature": 1.4, "top_k": 60, "top_p": 0.7, "min_p": 0.15, "repetition_penalty": 1.8}
     config = transformers.GenerationConfig(do_sample=True, **settings)
     model = transformers.AutoModelForCausalLM.from_config(
@@ -317,8 +322,9 @@ def test_penalties_that_mean_nothing(field: str, value: Any) -> None:
 @pytest.mark.parametrize("penalty", [None, 1.15, 1.5, 0.7])
 def test_greedy_text_with_a_repetition_penalty(penalty: float | None, tmp_path: Path) -> None:
     """20 tokens each for two prompts of different lengths, alone and as a padded batch, against ``generate``."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     prompts = ["abcabcabc", "the quick brown fox jumps over the lazy dog"]
     # As many rows as the tokenizer has tokens, and no end.
     weights = tiny_checkpoint.tensors()

@@ -6,17 +6,15 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
+from gguf_files import gguf_bytes, info, padded, pair, start, text
+from peak_memory import peak_memory
 
-gguf = pytest.importorskip("gguf")
-
-from gguf_files import gguf_bytes, info, padded, pair, start, text  # noqa: E402
-from peak_memory import peak_memory  # noqa: E402
-
-from intaglio.errors import CheckpointError  # noqa: E402
-from intaglio.exporters.checkpoints import gguf_header, open_checkpoint  # noqa: E402
-from intaglio.exporters.checkpoints.gguf import open_gguf  # noqa: E402
+from intaglio.errors import CheckpointError
+from intaglio.exporters.checkpoints import gguf_header, open_checkpoint
+from intaglio.exporters.checkpoints.gguf import open_gguf
 
 VALUES = {
     "u8": 200, "i8": -3, "u16": 60000, "i16": -30000, "u32": 1 << 31, "i32": -(1 << 31), "f32": 0.1, "bool": True,

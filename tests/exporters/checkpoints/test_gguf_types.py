@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
+from gguf_files import gguf_bytes
 
-gguf = pytest.importorskip("gguf")
-
-from gguf_files import gguf_bytes  # noqa: E402
-
-from intaglio.errors import CheckpointError  # noqa: E402
-from intaglio.exporters.checkpoints import gguf_pack, gguf_type42, gguf_unpack, open_checkpoint  # noqa: E402
-from intaglio.exporters.checkpoints.gguf_blocks import BLOCK_TYPES, TYPES  # noqa: E402
-from intaglio.exporters.checkpoints.tensors import Checkpoint, CheckpointTensor, UnreadableTensor  # noqa: E402
-from intaglio.kernels.grouped_quant import GroupedQuantRows, dequantize, unpack_codes  # noqa: E402
+from intaglio.errors import CheckpointError
+from intaglio.exporters.checkpoints import gguf_pack, gguf_type42, gguf_unpack, open_checkpoint
+from intaglio.exporters.checkpoints.gguf_blocks import BLOCK_TYPES, TYPES
+from intaglio.exporters.checkpoints.tensors import Checkpoint, CheckpointTensor, UnreadableTensor
+from intaglio.kernels.grouped_quant import GroupedQuantRows, dequantize, unpack_codes
 
 # name -> where its float16 numbers stand in a block.
 HALVES = {

@@ -7,26 +7,24 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import gguf
 import ml_dtypes
 import numpy as np
 import pytest
+from gguf_files import gguf_bytes
 
-gguf = pytest.importorskip("gguf")
-
-from gguf_files import gguf_bytes  # noqa: E402
-
-from intaglio.errors import CancelledError, CheckpointError  # noqa: E402
-from intaglio.exporters.checkpoints import gguf_pack, gguf_unpack, open_checkpoint  # noqa: E402
-from intaglio.exporters.checkpoints.gguf import GgufMetadata  # noqa: E402
-from intaglio.exporters.checkpoints.gguf_blocks import BLOCK_TYPES, TYPES  # noqa: E402
-from intaglio.exporters.checkpoints.gguf_writer import GgufTensor, write_gguf  # noqa: E402
-from intaglio.exporters.checkpoints.tensors import (  # noqa: E402
+from intaglio.errors import CancelledError, CheckpointError, OutputError
+from intaglio.exporters.checkpoints import gguf_pack, gguf_unpack, open_checkpoint
+from intaglio.exporters.checkpoints.gguf import GgufMetadata
+from intaglio.exporters.checkpoints.gguf_blocks import BLOCK_TYPES, TYPES
+from intaglio.exporters.checkpoints.gguf_writer import GgufTensor, write_gguf
+from intaglio.exporters.checkpoints.tensors import (
     ArrayTensor,
     CheckpointTensor,
     QuantizedLayout,
     reorder_rows,
 )
-from intaglio.kernels.grouped_quant import (  # noqa: E402
+from intaglio.kernels.grouped_quant import (
     GroupedQuantFormat,
     GroupedQuantRows,
     dequantize,
@@ -436,10 +434,10 @@ def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
 
 
 def test_a_target_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"nowhere/m\.gguf: cannot be written"):
+    with pytest.raises(OutputError, match=r"nowhere/m\.gguf: cannot be written"):
         write_gguf(tmp_path / "nowhere" / "m.gguf", {}, [])
     (tmp_path / "m.gguf").mkdir()
-    with pytest.raises(CheckpointError, match=r"m\.gguf: cannot be written"):
+    with pytest.raises(OutputError, match=r"m\.gguf: cannot be written"):
         write_gguf(tmp_path / "m.gguf", {}, [])
 
 

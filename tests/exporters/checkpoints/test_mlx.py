@@ -6,16 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_files import dequantized, quantized
 
-mx = pytest.importorskip("mlx.core")
-
-from mlx_files import dequantized, quantized  # noqa: E402
-
-from intaglio.errors import CheckpointError  # noqa: E402
-from intaglio.exporters.checkpoints import open_checkpoint  # noqa: E402
-from intaglio.exporters.checkpoints.mlx import (  # noqa: E402
+from intaglio.errors import CheckpointError
+from intaglio.exporters.checkpoints import open_checkpoint
+from intaglio.exporters.checkpoints.mlx import (
     BITS,
     GROUP_SIZES,
     HELD_BITS,
@@ -23,8 +21,8 @@ from intaglio.exporters.checkpoints.mlx import (  # noqa: E402
     UnresolvedMlxTensor,
     with_width,
 )
-from intaglio.exporters.checkpoints.tensors import CheckpointTensor, reorder_rows  # noqa: E402
-from intaglio.kernels.grouped_quant import GroupedQuantRows, dequantize, unpack_codes  # noqa: E402
+from intaglio.exporters.checkpoints.tensors import CheckpointTensor, reorder_rows
+from intaglio.kernels.grouped_quant import GroupedQuantRows, dequantize, unpack_codes
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 

@@ -12,14 +12,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy as oracle
 from peak_memory import peak_memory
 from safetensors_files import entry, safetensors_bytes
 
 from intaglio.errors import CheckpointError
 from intaglio.exporters.checkpoints import open_checkpoint
 from intaglio.exporters.checkpoints import safetensors as reader
-
-oracle = pytest.importorskip("safetensors.numpy")
 
 
 def test_files_of_the_safetensors_package(tmp_path: Path) -> None:
@@ -57,8 +56,9 @@ def test_a_type_that_is_not_read_is_listed_and_refused_when_read(tmp_path: Path)
 
 def test_every_dtype_of_the_format(tmp_path: Path) -> None:
     """Bytes of each type as torch writes them, so that the names are not ours alone."""
-    torch = pytest.importorskip("torch")
-    save_file = pytest.importorskip("safetensors.torch").save_file
+    import torch
+    from safetensors.torch import save_file
+
     rng = np.random.default_rng(5)
     kinds = {
         "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

@@ -1,4 +1,4 @@
-"""Replaces a folder in one step: a killed writer leaves the old one whole, and nothing that looks whole."""
+"""Files and folders that appear in one step: a killed writer leaves the old one whole, and nothing that looks whole."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from intaglio.errors import OutputError
 
@@ -39,10 +40,30 @@ def replaced_folder(target: Path) -> Iterator[Path]:
             if partial is not None:
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        advice = (
-            "free space or choose another disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the path"
-        )
-        raise OutputError(f"{target}: cannot be written ({error.strerror or error}); {advice}") from error
+        raise _refused(target, error) from error
+
+
+@contextlib.contextmanager
+def replaced_file(path: Path) -> Iterator[BinaryIO]:
+    """A file beside ``path`` to write into, renamed to it when the block ends without an error. Raises OutputError."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}{_PARTIAL}file")
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise _refused(path, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def _refused(path: Path, error: OSError) -> OutputError:
+    full = error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", None))
+    advice = "free space or choose another disk" if full else "check the path"
+    return OutputError(f"{path}: cannot be written ({error.strerror or error}); {advice}")
 
 
 def interrupted(target: Path) -> Path | None:
