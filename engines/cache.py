@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 def cache_folder() -> Path:
     """``INTAGLIO_CACHE``, or the platform's cache folder for intaglio."""
     override = os.environ.get("INTAGLIO_CACHE")
-    return Path(override).expanduser() if override else platformdirs.user_cache_path("intaglio")
+    return Path(os.path.expanduser(override)) if override else platformdirs.user_cache_path("intaglio")
 
 
 def fetch(key: str, graph_path: Path) -> dict[str, Any] | None:
@@ -29,12 +29,14 @@ def fetch(key: str, graph_path: Path) -> dict[str, Any] | None:
     """
     entry = cache_folder() / "engines" / key
     try:
+        if not (entry / "entry.json").is_file() or not (entry / "graph.onnx").is_file():
+            return None
         meta = json.loads((entry / "entry.json").read_bytes())
         data = (entry / "graph.onnx").read_bytes()
         if hashlib.sha256(data).hexdigest() != meta["sha256"]:
             return None
-        report = meta["report"]
-    except (OSError, ValueError, KeyError, TypeError):
+        report = dict(meta["report"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     graph_path.write_bytes(data)
     return report
@@ -45,7 +47,7 @@ def fetch_report(key: str) -> dict[str, Any] | None:
     try:
         entry = json.loads((cache_folder() / "engines" / key / "report.json").read_bytes())
         return entry["report"] if entry["sha256"] == _hash(entry["report"]) else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -53,7 +53,8 @@ def compile_bundle(
         for stage, identity in identities.items():
             reports[stage] = _build_stage(folder, described, stage, identity, module, partial)
             count.advance(1)
-        info = EngineInfo(target=target, identities=identities)
+        graphs = {stage: hashlib.sha256((partial / f"{stage}.onnx").read_bytes()).hexdigest() for stage in identities}
+        info = EngineInfo(target=target, identities=identities, graphs=graphs)
         report = Report(target=target, compiler=module.compiler(), stages=reports)
         (partial / ENGINE_FILE).write_text(info.model_dump_json(indent=1) + "\n", "utf-8")
         (partial / REPORT_FILE).write_text(report.model_dump_json(indent=1) + "\n", "utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -13,9 +14,13 @@ import numpy as np
 
 from intaglio.engines.onnxruntime_ import import_onnxruntime
 from intaglio.engines.shapes import Interface, check_feeds, smallest_sizes
-from intaglio.errors import EngineError
+from intaglio.errors import EngineError, InputError
 from intaglio.exporters.bundle import Dim, StageInfo
 from intaglio.kernels.cpu.library import library_path
+
+_MAX_THREADS = 1024
+# Values that the smallest run may be fed with: a dims table that asks for more lies.
+_MAX_FEED = 1 << 26
 
 
 class CpuSession:
@@ -35,9 +40,11 @@ class CpuSession:
     ) -> None:
         self.name, self.stage, self.dims = name, stage, dict(dims)
         self._ort = import_onnxruntime()
+        if not 0 <= threads <= _MAX_THREADS:
+            raise InputError(f"threads is {threads}, expected 0 (one a core) to {_MAX_THREADS}")
         options = self._ort.SessionOptions()
         options.intra_op_num_threads = threads
-        options.log_severity_level = 3
+        options.log_severity_level = 4  # its errors come back as exceptions, which we word
         # The lowered graph is in the engine's folder, the weights stay where the bundle has them.
         options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(weights_folder.resolve())
@@ -49,7 +56,9 @@ class CpuSession:
             options.profile_file_prefix = str(profile)
         try:
             options.register_custom_ops_library(str(library_path()))
-            self._session = self._ort.InferenceSession(graph.read_bytes(), options, providers=["CPUExecutionProvider"])
+            self._session = self._ort.InferenceSession(
+                graph.read_bytes(), options, providers=["CPUExecutionProvider"], enable_fallback=0
+            )
         except Exception as error:  # onnxruntime's errors have no common base of their own
             raise EngineError(f"{graph}: onnxruntime cannot load it: {error}") from error
 
@@ -87,6 +96,8 @@ def smallest_feeds(stage: StageInfo, dims: Mapping[str, Dim]) -> dict[str, np.nd
     feeds = {}
     for tensor in stage.inputs:
         shape = [n if isinstance(n, int) else sizes[n] for n in tensor.shape]
+        if math.prod(shape) > _MAX_FEED:
+            raise InputError(f"{tensor.name} has the shape {shape} at the least sizes, which is too much to try out")
         fill = 1 if tensor.name == "attention_mask" else 0
         feeds[tensor.name] = np.full(shape, fill, np.dtype(tensor.dtype))
     return feeds
@@ -94,7 +105,8 @@ def smallest_feeds(stage: StageInfo, dims: Mapping[str, Dim]) -> dict[str, np.nd
 
 def run_once(graph: Path, weights_folder: Path, stage: StageInfo, dims: Mapping[str, Dim]) -> dict[str, int]:
     """Counts the operators of one run at the smallest shapes. Raises EngineError on outputs that are not finite."""
-    with tempfile.TemporaryDirectory(prefix="intaglio-build-") as folder:
+    # Beside the graph: what a killed build leaves is cleared away with it.
+    with tempfile.TemporaryDirectory(prefix=".profile-", dir=graph.parent) as folder:
         session = CpuSession(graph.stem, graph, weights_folder, stage, dims, profile=Path(folder) / "profile")
         outputs = session.run(smallest_feeds(stage, dims))
         events = json.loads(session.end_profiling().read_text("utf-8"))

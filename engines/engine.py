@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 from dataclasses import dataclass
@@ -20,12 +21,13 @@ ENGINE_FILE, REPORT_FILE = "engine.json", "report.json"
 
 
 class EngineInfo(BaseModel):
-    """``engine.json``: the identity and the lowered graph of each stage."""
+    """``engine.json``: the identity of each stage, and the hash of its lowered graph."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     target: str
     identities: dict[str, Identity]
+    graphs: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ def open_engine(bundle: str | Path, target: str = "cpu") -> Engine:
             )
         if not (path / f"{stage}.onnx").is_file():
             raise EngineError(f"{path}: {stage}.onnx is missing; build again with {again}")
+        if hashlib.sha256((path / f"{stage}.onnx").read_bytes()).hexdigest() != info.graphs.get(stage):
+            raise EngineError(f"{path}: {stage}.onnx is not the graph that was built; build again with {again}")
     return Engine(path, folder, described, info)
 
 
@@ -104,8 +108,10 @@ def read_report(bundle: str | Path, target: str) -> Report:
     """The report of an engine. Raises EngineError."""
     file = engine_path(Path(bundle), target) / REPORT_FILE
     try:
+        if not file.is_file():
+            raise FileNotFoundError("no such file")
         return Report.model_validate(json.loads(file.read_bytes()))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise EngineError(f"{file}: cannot be read ({error})") from error
 
 

@@ -93,7 +93,7 @@ def try_model(graph: Path, interface: ModelInterface, dims: Mapping[str, Dim], g
     Gives the ``operators`` that ran, the ``sizes``, and ``not_finite`` outputs; or only ``failed``, the reason of the
     first trial. Raises EngineError if the model cannot be loaded.
     """
-    with tempfile.TemporaryDirectory(prefix="intaglio-build-") as folder:
+    with tempfile.TemporaryDirectory(prefix=".profile-", dir=graph.parent) as folder:
         session = CpuSession(graph.stem, graph, graph.parent, interface, dims, profile=Path(folder) / "profile")
         _say({"loaded": True})
         failed = ""

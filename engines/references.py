@@ -32,14 +32,14 @@ def run_onnxruntime(graph: Path, feeds: Feeds) -> dict[str, np.ndarray]:
     options = ort.SessionOptions()
     # Folding would unpack all weights to float32 at load.
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 3
+    options.log_severity_level = 4
     options.add_session_config_entry(
         "session.model_external_initializers_file_folder_path", str(graph.parent.resolve())
     )
     WidenDtypePass(ir.DataType.BFLOAT16, [DOMAIN])(model)
     try:
         data = ir.serde.serialize_model(model).SerializeToString()
-        session = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+        session = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"], enable_fallback=0)
         names = [output.name for output in session.get_outputs()]
         return dict(zip(names, session.run(names, dict(feeds)), strict=True))
     except Exception as error:
@@ -57,7 +57,10 @@ def run_tract(graph: Path, feeds: Feeds) -> dict[str, np.ndarray]:
         raise RuntimeMissingError(
             f"tract cannot be imported ({error}): install the extra `tract`, or the package of that name"
         ) from error
-    model = lower_for_tract(ir.load(graph))
+    try:
+        model = lower_for_tract(ir.load(graph))
+    except Exception as error:  # protobuf's, onnx_ir's and the passes' own
+        raise EngineError(f"{graph}: cannot be read as ONNX ({error})") from error
     if any(value.dtype == ir.DataType.BFLOAT16 for value in model.graph.initializers.values()):
         raise EngineError(f"{graph}: has bfloat16 weights, a type that tract does not read; compare with onnxruntime")
     names = [str(value.name) for value in model.graph.outputs]

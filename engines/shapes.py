@@ -34,7 +34,7 @@ def override_dims(dims: Mapping[str, Dim], shapes: str | None) -> dict[str, Dim]
     """``dims`` with ``NAME=VALUE`` or ``NAME=MIN:OPT:MAX``, comma-separated, in their place. Raises InputError."""
     result = dict(dims)
     for item in filter(None, (shapes or "").split(",")):
-        match = re.fullmatch(r"\s*([^=]*[^=\s])=(\d+)(?::(\d+):(\d+))?\s*", item)
+        match = re.fullmatch(r"\s*([^=]*[^=\s])=([0-9]{1,18})(?::([0-9]{1,18}):([0-9]{1,18}))?\s*", item)
         if not match:
             raise InputError(f"--shapes: {item!r} is not NAME=VALUE or NAME=MIN:OPT:MAX")
         name, low = match[1], int(match[2])

@@ -17,9 +17,12 @@ WEIGHTS_FILE = "weights.data"
 
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 # A file of the bundle, never one outside it.
-FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?$")]
+_PART = "[A-Za-z0-9_][A-Za-z0-9_.-]*"
+FileName = Annotated[str, Field(pattern=f"^{_PART}(/{_PART})?$", max_length=200)]
 
 
+DtypeName = Annotated[str, Field(pattern="^(b?float16|float32|float64|u?int(8|16|32|64)|bool)$")]
+Size = Annotated[int, Field(ge=0, le=2**31 - 1)]
 # A stage's name becomes a file's.
 Name = Annotated[str, Field(pattern="^[A-Za-z0-9_][A-Za-z0-9_-]*$")]
 
@@ -50,8 +53,8 @@ class TensorInfo(_Schema):
     """Name, dtype (as NumPy spells it) and shape of an input or output; strings in ``shape`` are dims."""
 
     name: str
-    dtype: str
-    shape: tuple[int | str, ...]
+    dtype: DtypeName
+    shape: tuple[Size | str, ...]
 
 
 class StageInfo(_Schema):
@@ -132,6 +135,17 @@ class Bundle(_Schema):
     source: SourceInfo
     unused_tensors: tuple[str, ...]
 
+    @model_validator(mode="after")
+    def _check(self) -> Bundle:
+        vocab_size = self.config.get("vocab_size")
+        if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or not 0 < vocab_size < 2**31:
+            raise ValueError(f"config.vocab_size is {vocab_size!r:.100}, expected an integer above zero")
+        for name, stage in self.stages.items():
+            for tensor in stage.inputs:
+                if unknown := [n for n in tensor.shape if isinstance(n, str) and n not in self.dims]:
+                    raise ValueError(f"{name}: the input {tensor.name} has the dim {unknown[0]!r}, which dims lacks")
+        return self
+
 
 def is_bundle(path: Path) -> bool:
     """Whether ``path`` is a folder with a ``bundle.json``."""
@@ -164,6 +178,8 @@ def read_bundle(path: Path) -> Bundle:
 
 def _check_files(path: Path, bundle: Bundle) -> None:
     names = [stage.file for stage in bundle.stages.values()] + [bundle.weights.file]
+    if (path / bundle.weights.file).is_symlink():
+        raise BundleError(f"{path / bundle.weights.file}: is a link, which runtimes refuse to follow; put a copy there")
     missing = [name for name in names if not (path / name).is_file()]
     if missing:
         raise BundleError(f"{path}: {', '.join(missing)} named in {BUNDLE_FILE} are missing; export again")

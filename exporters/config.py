@@ -10,6 +10,15 @@ from typing import Any
 from intaglio.errors import ConfigError
 
 _REQUIRED = object()
+# What no published model comes near, and what a lie would have us allocate or compute with.
+_MAX_INTEGER, _MAX_HEAD_DIM = 2**31 - 1, 65536
+_MIN_NUMBER, _MAX_NUMBER = 1e-20, 1e20
+
+
+def shown(value: object) -> str:
+    """A value for a message, cut where it is long."""
+    text = repr(value) if not isinstance(value, int) or value.bit_length() < 1000 else "an integer of many digits"
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 class ConfigKeys:
@@ -46,7 +55,7 @@ class ConfigKeys:
         """The keys of the object under ``key``."""
         value = self._get(key, _REQUIRED)
         if not isinstance(value, Mapping):
-            raise self.wrong(key, f"is {value!r}, expected an object")
+            raise self.wrong(key, f"is {shown(value)}, expected an object")
         under = f"{key}."
         inner = {name.removeprefix(under): text for name, text in self._spelling.items() if name.startswith(under)}
         return ConfigKeys(value, self.source, inner, key)
@@ -66,40 +75,40 @@ class ConfigKeys:
         return None if key in self.values and self.values[key] is None else self.integer(key, minimum=minimum)
 
     def integer(self, key: str, *, minimum: int = 1, absent: Any = _REQUIRED) -> int:
-        """An integer of at least ``minimum``."""
+        """An integer of at least ``minimum`` that 31 bits hold."""
         value = self._get(key, absent)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.wrong(key, f"is {value!r}, expected an integer of at least {minimum}")
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= _MAX_INTEGER:
+            raise self.wrong(key, f"is {shown(value)}, expected an integer from {minimum} to {_MAX_INTEGER}")
         return value
 
     def number(self, key: str, *, minimum: float = 0, absent: Any = _REQUIRED) -> float:
-        """A finite number above zero and of at least ``minimum``."""
+        """A number of at least ``minimum``, within what float32 arithmetic can use."""
         value = self._get(key, absent)
         good = isinstance(value, int | float) and not isinstance(value, bool)
-        if not good or not 0 < value < math.inf or value < minimum:
-            least = f"of at least {minimum}" if minimum else "above zero"
-            raise self.wrong(key, f"is {value!r}, expected a number {least}")
+        if not good or not _MIN_NUMBER <= value <= _MAX_NUMBER or value < minimum:
+            least = f"of at least {minimum}" if minimum else f"from {_MIN_NUMBER:g} to {_MAX_NUMBER:g}"
+            raise self.wrong(key, f"is {shown(value)}, expected a number {least}")
         return float(value)
 
     def boolean(self, key: str, *, absent: Any = _REQUIRED) -> bool:
         """A boolean."""
         value = self._get(key, absent)
         if not isinstance(value, bool):
-            raise self.wrong(key, f"is {value!r}, expected true or false")
+            raise self.wrong(key, f"is {shown(value)}, expected true or false")
         return value
 
     def choice(self, key: str, *built: str) -> str:
         """A string that must be one of ``built``."""
         value = self._get(key, _REQUIRED)
         if value not in built:
-            raise self.wrong(key, f"is {value!r}; built is only {' or '.join(map(repr, built))}")
+            raise self.wrong(key, f"is {shown(value)}; built is only {' or '.join(map(repr, built))}")
         return value
 
     def refuse(self, key: str, *, unless: tuple[Any, ...] = ()) -> None:
         """Refuses a feature that the architecture does not build; ``unless`` are the values that mean off."""
         if self.has(key) and self.values[key] not in unless:
             only = f"; built is only {' or '.join(map(repr, unless))}" if unless else ", which is not built yet"
-            raise self.wrong(key, f"is {self.values[key]!r}{only}")
+            raise self.wrong(key, f"is {shown(self.values[key])}{only}")
 
     def wrong(self, key: str, what: str) -> ConfigError:
         """The error for a key with a wrong value."""
@@ -121,6 +130,8 @@ def check_heads(keys: ConfigKeys, heads: int, kv_heads: int, head_dim: int) -> N
     """Refuses head counts and widths that attention with rotary embeddings cannot have. Raises ConfigError."""
     if heads % kv_heads:
         raise keys.wrong("num_key_value_heads", f"is {kv_heads}, which does not divide {heads} query heads")
+    if head_dim > _MAX_HEAD_DIM:
+        raise keys.wrong("head_dim", f"is {head_dim}, expected at most {_MAX_HEAD_DIM}")
     if head_dim % 2:
         raise keys.wrong("head_dim", f"is {head_dim}; rotary embeddings need an even one")
 

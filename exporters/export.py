@@ -7,6 +7,8 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript import nn
 
-from intaglio.errors import ConfigError, InputError, OutputError
+from intaglio.errors import ConfigError, InputError, OutputError, WeightsError
 from intaglio.exporters.architecture import (
     Architecture,
     Stage,
@@ -155,6 +157,7 @@ def _plan(
         read = ", ".join(sorted(keys.asked))
         raise ConfigError(f"--config {', '.join(unknown)}: {architecture.name} does not read it; read are {read}")
     layers = config.num_hidden_layers
+    _check_layers(checkpoint, layers)
     for layer in hidden_states:
         if not 0 <= layer <= layers:
             raise InputError(f"hidden states of layer {layer} are asked for; the model has 0 to {layers}")
@@ -177,6 +180,13 @@ def _build(architecture: Architecture, config: Any, dtype: str) -> nn.Module:
     model = architecture.build(config)
     set_dtype(model, DTYPES[dtype])
     return model
+
+
+def _check_layers(checkpoint: Checkpoint, layers: int) -> None:
+    # Before the model is built: a lie here would have us build it for hours.
+    found = max((int(m[1]) + 1 for name in checkpoint.tensors if (m := re.search(r"\.(\d{1,9})\.", name))), default=0)
+    if layers > found + 1000:
+        raise WeightsError(f"{checkpoint.path}: the config says {layers} layers, the checkpoint has {found}")
 
 
 def _select(available: Mapping[str, Stage], stages: Sequence[str] | None, model: str) -> dict[str, Stage]:
@@ -226,7 +236,9 @@ def _hash_files(files: Sequence[Path], progress: ProgressCallback | None) -> tup
                 digest.update(chunk)
                 size += len(chunk)
                 total.advance(len(chunk))
-        result.append(SourceFile(name=path.name, bytes=size, sha256=digest.hexdigest()))
+        result.append(
+            SourceFile(name=os.fsencode(path.name).decode("utf-8", "replace"), bytes=size, sha256=digest.hexdigest())
+        )
     return tuple(result)
 
 

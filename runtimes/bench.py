@@ -91,7 +91,7 @@ def bench(
 
 def _read_bandwidth(threads: int) -> float:
     # Larger than any cache of today's desktops; each thread sums its own part.
-    parts = [np.ones(8 << 20, np.float64) for _ in range(threads)]
+    parts = [np.ones((32 << 20) // threads, np.float64) for _ in range(threads)]
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(np.add.reduce, parts))  # starts the threads
         started = time.perf_counter()

@@ -27,13 +27,13 @@ class Difference:
 
 
 def compare(name: str, found: np.ndarray, expected: np.ndarray) -> Difference:
-    """Measures in float64. A non-finite value on one side only is infinitely far; shapes must be equal."""
+    """Measures in float64. What is not finite is infinitely far; shapes must be equal."""
     if found.shape != expected.shape:
         raise InputError(f"{name}: shapes differ, {list(found.shape)} and {list(expected.shape)}")
     a, b = found.astype(np.float64).ravel(), expected.astype(np.float64).ravel()
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
-        same = np.array_equal(a, b, equal_nan=True)
-        return Difference(name, float(same), 0.0 if same else np.inf, 0.0 if same else np.inf)
+        # Two equal overflows are no agreement.
+        return Difference(name, 0.0, np.inf, np.inf)
     norm_a, norm_b, distance = np.linalg.norm(a), np.linalg.norm(b), np.linalg.norm(a - b)
     if norm_a == 0 or norm_b == 0:
         relative = 0.0 if distance == 0 else float(distance / norm_b) if norm_b else np.inf
@@ -77,6 +77,8 @@ def parity(
     from intaglio.engines.references import reference
 
     run_reference = reference(against)
+    if bound is not None and not 0 < bound < np.inf:
+        raise InputError(f"the bound is {bound}, expected a number above zero")
     engine = open_engine(bundle, target)
     session = engine.load(stage)
     feeds = random_feeds(engine.bundle, session.stage, tokens, seed)
@@ -99,8 +101,9 @@ def random_feeds(bundle: Bundle, stage: StageInfo, tokens: int, seed: int) -> di
     A batch of two, the second row padded on the left by a third. A stage with a cache gets ``tokens`` new tokens over
     a past of as many, random too. Raises InputError.
     """
-    if tokens < 2:
-        raise InputError(f"tokens is {tokens}, expected at least 2")
+    longest = bundle.dims["sequence"].max // 2
+    if not 2 <= tokens <= longest:
+        raise InputError(f"tokens is {tokens}, expected 2 to {longest}")
     generator = np.random.Generator(np.random.Philox(seed))
     cache = [t for t in stage.inputs if t.name.startswith("past_key_values.")]
     past = tokens if cache else 0

@@ -101,8 +101,6 @@ class TextGenerationPipeline:
     """
 
     def __init__(self, engine: Engine, *, threads: int = 0) -> None:
-        if threads < 0:
-            raise InputError(f"threads is {threads}, expected 0 (one a core) or more")
         self.engine = engine
         self._threads = threads
 

@@ -52,7 +52,7 @@ class Tokenizer:
         self.eos_token_ids = tuple(eos_token_ids)
         self._tokenizer = _load(self.folder / "tokenizer.json")
         template = self.folder / "chat_template.jinja"
-        self.chat_template = template.read_bytes().decode("utf-8") if template.is_file() else None
+        self.chat_template = _read_template(template) if template.is_file() else None
 
     @property
     def vocab_size(self) -> int:
@@ -80,7 +80,13 @@ class Tokenizer:
                 f"the text has half of a surrogate pair ({text[error.start]!r}) at position {error.start}; "
                 "expected valid Unicode. Decode the input as UTF-8 with errors='replace'."
             ) from error
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except BaseException as error:
+            # The library is not written in Python: what it calls a panic is no Exception.
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            raise BundleError(f"{self.folder / 'tokenizer.json'} cannot encode this text ({error})") from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are not UTF-8 become U+FFFD.
@@ -127,7 +133,7 @@ class Tokenizer:
             return None
         try:
             return _environment().from_string(self.chat_template)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError) as error:
             raise InputError(
                 f"{self.folder / 'chat_template.jinja'} is not a Jinja template ({error}). Mend it, or give "
                 "the model a plain prompt (without --chat)."
@@ -201,6 +207,20 @@ class TextStream:
                 "cannot stream. Decode all ids at once."
             )
         return text[len(self._text) :]
+
+
+_MAX_TEMPLATE = 1 << 20
+
+
+def _read_template(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_MAX_TEMPLATE + 1)
+        if len(raw) > _MAX_TEMPLATE:
+            raise BundleError(f"{path} is longer than {_MAX_TEMPLATE} bytes, which no chat template is")
+        return raw.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BundleError(f"{path} cannot be read as text ({error}); export again") from error
 
 
 def _load(path: Path) -> tokenizers.Tokenizer:

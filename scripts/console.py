@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -28,21 +29,56 @@ from intaglio.progress import ProgressCallback, ProgressEvent
 # stdout carries only the result; everything else goes to stderr.
 err = Console(stderr=True, highlight=False)
 
+
+class ReaderGoneError(Exception):
+    """Whoever read stdout has gone. No OSError: the command line library ends those itself, as a failure."""
+
+
+class _Stdout(Console):
+    def on_broken_pipe(self) -> None:
+        """Left to the entry point, which ends quietly: whoever read our output has read enough."""
+        raise ReaderGoneError
+
+
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but the result and errors.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Target = Annotated[str, typer.Option(help="What to compile for or run on: cpu.")]
-Threads = Annotated[int, typer.Option(min=0, help="Threads to run with; 0 takes one a core.")]
+Threads = Annotated[int, typer.Option(min=0, max=1024, help="Threads to run with; 0 takes one a core.")]
 
 
 def say(text: str, *, quiet: bool = False) -> None:
     """One line on stderr."""
     if not quiet:
-        err.print(text, markup=False, soft_wrap=True)
+        # A model's file may have a say in a message: it gets no control of the terminal.
+        plain = "".join(c if (c >= " " and c != "\x7f") or c == "\n" else repr(c)[1:-1] for c in text)
+        err.print(plain, markup=False, soft_wrap=True)
 
 
 def print_json(content: Any) -> None:
     """JSON on stdout."""
-    sys.stdout.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    try:
+        text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_without_nan(content), indent=1, ensure_ascii=False, allow_nan=False)
+    write(text + "\n")
+
+
+def write(text: str) -> None:
+    """Text on stdout, at once. Raises ReaderGoneError."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        raise ReaderGoneError from error
+
+
+def _without_nan(content: Any) -> Any:
+    """JSON has no word for what is not finite: null stands for it."""
+    if isinstance(content, Mapping):
+        return {key: _without_nan(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_without_nan(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -53,9 +89,9 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*[_cell(cell) for cell in row])
-    console = Console(highlight=False)
+    console = _Stdout(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=200)
+        console = _Stdout(highlight=False, width=200)
     console.print(table, markup=False)
 
 

@@ -84,5 +84,5 @@ def _setting(text: str) -> tuple[str, Any]:
         raise InputError(f"--config {text!r}: expected KEY=VALUE")
     try:
         return key, json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return key, value

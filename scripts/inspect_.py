@@ -53,6 +53,7 @@ def inspect_(
     quiet: Quiet = False,
 ) -> None:
     """Say what a checkpoint, a bundle, an ONNX file or an engine holds. Reads no weights, unless it probes."""
+    path = path.resolve() if path.exists() else path
     if probe is not None:
         _probe(path, probe, as_json, quiet)
     elif is_bundle(path):

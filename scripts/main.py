@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import logging
 import os
+import signal
 import sys
 from typing import Annotated
 
@@ -12,7 +14,7 @@ import typer
 
 from intaglio.errors import IntaglioError
 from intaglio.scripts import bench, compile_, convert, export, inspect_, parity, run
-from intaglio.scripts.console import say
+from intaglio.scripts.console import ReaderGoneError, say, write
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -37,7 +39,7 @@ def _root(
     version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
 ) -> None:
     if version:
-        sys.stdout.write(f"intaglio {importlib.metadata.version('intaglio')}\n")
+        write(f"intaglio {importlib.metadata.version('intaglio')}\n")
         raise typer.Exit
     _set_log_level(os.environ.get("INTAGLIO_DEBUG", "0"))
 
@@ -50,15 +52,40 @@ def _set_log_level(level: str) -> None:
 
 def main() -> None:
     """Runs the command line. Exit codes: 0, 2 for bad input, 1 for anything unforeseen, 130 when interrupted."""
+    # SIGTERM ends the program as an exception, so that nothing half-written and no child is left behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - closed stdout: the result goes nowhere
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="replace")
+    sys.exit(_run())
+
+
+def _run() -> int:
     try:
-        app()
+        code = app(standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except ReaderGoneError:
+        # What was read is whole; what is still buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except IntaglioError as error:
         say(f"error: {error}")
-        sys.exit(2)
-    except BrokenPipeError:
-        # The reader of our output has gone; what it read is whole.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        return 2
+    except OSError as error:
+        name = f"{os.fsdecode(error.filename)}: " if error.filename else ""
+        say(f"error: {name}{error.strerror or error}")
+        return 2
+    except Exception as error:
+        # Typer brings its own copy of click, or not, depending on its version: told by what they can do.
+        if type(error).__name__ == "Abort":
+            say("interrupted")
+            return 130
+        if hasattr(error, "show") and hasattr(error, "exit_code"):
+            error.show()
+            return int(error.exit_code)
+        raise
     except KeyboardInterrupt:
         say("interrupted")
-        sys.exit(130)
+        return 130

@@ -10,10 +10,12 @@ from typing import Annotated
 import typer
 
 import intaglio
-from intaglio.engines.engine import engine_path
+from intaglio.engines.engine import engine_path, target_module
 from intaglio.errors import InputError
 from intaglio.exporters.bundle import read_bundle
-from intaglio.scripts.console import Quiet, Target, Threads, progress_bar, say
+from intaglio.scripts.console import Quiet, Target, Threads, progress_bar, say, write
+
+_MAX_PROMPT = 16 << 20
 
 
 def run(
@@ -39,6 +41,7 @@ def run(
 ) -> None:
     """Write text with a bundle. Compiles it first where no engine is there yet."""
     read_bundle(bundle)
+    target_module(target)
     if not engine_path(bundle, target).exists():
         say(f"no engine for {target} yet: compiling", quiet=quiet)
         with progress_bar(quiet=quiet) as progress:
@@ -58,10 +61,9 @@ def run(
         seed=seed,
         chat=chat,
     ):
-        sys.stdout.write(piece)
-        sys.stdout.flush()
+        write(piece)
         times.append(time.monotonic() - started)
-    sys.stdout.write("\n")
+    write("\n")
     # The last piece flushes what the text decoder held back; it is no token.
     tokens = len(times) - 1
     if tokens > 1 and not quiet:
@@ -70,7 +72,12 @@ def run(
 
 
 def _read_stdin() -> str:
+    if sys.stdin is None:
+        raise InputError("the prompt is to come from stdin, which is closed")
+    raw = sys.stdin.buffer.read(_MAX_PROMPT + 1)
+    if len(raw) > _MAX_PROMPT:
+        raise InputError(f"the prompt on stdin is longer than {_MAX_PROMPT} bytes")
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"the prompt on stdin is not UTF-8 (byte {error.start}); expected text") from error

@@ -28,6 +28,8 @@ from intaglio.exporters.checkpoints.tensors import (
 
 # The published limit of the format; a larger length is not a header.
 _MAX_HEADER = 100_000_000
+# A configuration or an index. JSON can take thirty times its size in memory.
+_MAX_SIDE_FILE = 16 << 20
 # JSON takes up to so many bytes in memory for each of its own (a list in a list: 88 for two). A real header is
 # far below the part of its file that this allows.
 _PARSED = 48
@@ -233,8 +235,8 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         size = path.stat().st_size
-        if size > _MAX_HEADER:
-            raise CheckpointError(f"{path}: has {size} bytes, expected at most {_MAX_HEADER} of JSON")
+        if size > _MAX_SIDE_FILE:
+            raise CheckpointError(f"{path}: has {size} bytes, expected at most {_MAX_SIDE_FILE} of JSON")
         content = json.loads(path.read_bytes(), object_pairs_hook=_no_duplicates)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from error

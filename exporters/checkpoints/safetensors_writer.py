@@ -109,9 +109,8 @@ def write_shards(
         weight_map |= {entry.name: file.name for group in shard for entry in group.entries}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     content = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
-    target = folder / f"{stem}.safetensors.index.json"
-    with replaced_file(target) as file:
-        file.write(content.encode())
+    with replaced_file(folder / f"{stem}.safetensors.index.json") as index_file:
+        index_file.write(content.encode())
     return files
 
 

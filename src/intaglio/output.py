@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,7 +38,7 @@ def replaced_folder(target: Path) -> Iterator[Path]:
                 _put_in_place(partial, target)
         finally:
             if partial is not None:
-                shutil.rmtree(partial, ignore_errors=True)
+                _remove(partial)
     except OSError as error:
         raise _refused(target, error) from error
 
@@ -61,6 +61,8 @@ def replaced_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def _refused(path: Path, error: OSError) -> OutputError:
+    if error.filename and not os.fsdecode(error.filename).startswith(str(path.parent)):
+        return OutputError(f"{os.fsdecode(error.filename)}: {error.strerror}, while {path} was being written")
     full = error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", None))
     advice = "free space or choose another disk" if full else "check the path"
     return OutputError(f"{path}: cannot be written ({error.strerror or error}); {advice}")
@@ -94,7 +96,7 @@ def _clear_up(target: Path) -> None:
     if (old := target.parent / f".{target.name}{_OLD}").exists() and (lock := _lock(old)) is not None:
         with lock:
             if target.exists():
-                shutil.rmtree(old, ignore_errors=True)
+                _remove(old)
             else:
                 old.rename(target)
     if sys.platform == "win32":
@@ -103,7 +105,18 @@ def _clear_up(target: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
             if (lock := _lock(partial)) is not None:
                 with lock:
-                    shutil.rmtree(partial, ignore_errors=True)
+                    _remove(partial)
+
+
+def _remove(folder: Path) -> None:
+    def unlock_and_retry(function: Callable[[str], object], name: str, _: object) -> None:
+        # A folder that was made read-only keeps what lies in it.
+        with contextlib.suppress(OSError):
+            os.chmod(os.path.dirname(name), 0o700)
+            os.chmod(name, 0o700)
+            function(name)
+
+    shutil.rmtree(folder, onerror=unlock_and_retry)
 
 
 def _lock(folder: Path) -> contextlib.ExitStack | None:
@@ -138,7 +151,7 @@ def _put_in_place(partial: Path, target: Path) -> None:
         with _lock(target) or contextlib.ExitStack():
             target.rename(old)
             partial.rename(target)
-            shutil.rmtree(old, ignore_errors=True)
+            _remove(old)
 
 
 def _sync(file: Path) -> None:

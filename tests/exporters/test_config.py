@@ -35,6 +35,7 @@ BASE: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 5000.0,
     "head_dim": 8,
+    "hidden_act": "silu",
     "sliding_window": None,
 }
 

@@ -193,17 +193,23 @@ def test_a_needed_key_is_never_made_up(key: str, tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "nonsense", "factor": 2.0}}, "nonsense"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3, which does not divide 4"),
         ({"hidden_size": "32"}, "hidden_size is '32', expected an integer"),
-        ({"rms_norm_eps": 0}, "rms_norm_eps is 0, expected a number above zero"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0, expected a number from 1e-20"),
         ({"head_dim": 7}, "head_dim is 7"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1, expected true or false"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification.*built are .*LlamaFor"),
         ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "MambaForCausalLM"),
+        ({"num_hidden_layers": 10**9}, "layers, the checkpoint has 2"),
+        ({"num_hidden_layers": 2**40}, "num_hidden_layers is 1099511627776, expected an integer from 1 to 2147483647"),
+        ({"head_dim": 2**30}, "head_dim is 1073741824, expected at most 65536"),
+        ({"rope_theta": 10**400}, "rope_theta is an integer of many digits"),
+        ({"rope_theta": 1e-300}, "rope_theta is 1e-300"),
+        ({"architectures": [{"a": 1}]}, "architectures is .* expected a list of class names"),
         ({"quantization_config": {"bits": 4}}, "has quantization_config"),
     ],
 )
 def test_configs_that_are_not_built_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = tiny_checkpoint.write(tmp_path / "checkpoint", config=changes)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises((ConfigError, WeightsError), match=message):
         intaglio.export(folder, tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
 
@@ -416,6 +422,9 @@ def test_a_full_disk_is_one_clear_error(checkpoint: Path, tmp_path: Path) -> Non
         (lambda b: (b / "bundle.json").unlink(), r"holds no bundle\.json"),
         (lambda b: _edit(b, stages={"../../stolen": _read(b)["stages"]["score"]}), "stages"),
         (lambda b: _edit(b, stages={}), "stages"),
+        (lambda b: _edit(b, config={}), "vocab_size is None"),
+        (lambda b: _edit(b, dims={"batch": {"min": 1, "max": 2}}), "which dims lacks"),
+        (lambda b: (b / "weights.data").rename(b / "w") and (b / "weights.data").symlink_to(b / "w"), "is a link"),
         (lambda b: _edit(b, dims={"batch": {"min": 4, "max": 2}}), "must rise"),
         (lambda b: _edit(b, dims={"batch": {"min": 1, "max": 2, "expression": "past +"}}), "cannot be read"),
         (lambda b: _edit(b, dims={"batch": {"min": 1, "max": 2, "expression": "a ** b"}}), "may hold only names"),

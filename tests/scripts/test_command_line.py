@@ -134,6 +134,12 @@ def test_parity_agrees_and_finds_what_differs(engine: Path) -> None:
         (("parity", "{bundle}", "--stage", "paint"), "has no stage 'paint'"),
         (("bench", "{bundle}", "--new-tokens", "4000"), "do not fit in the context of 64"),
         (("sing",), "No such command 'sing'"),
+        (("run", "{bundle}", "hello", "--threads", "1000000"), "threads"),
+        (("run", "{bundle}", "hello", "--target", "../x"), "the target '../x' is unknown"),
+        (("parity", "{bundle}", "--tokens", "100000000"), "tokens is 100000000, expected 2 to 32"),
+        (("parity", "{bundle}", "--bound", "nan"), "the bound is nan"),
+        (("compile", "{bundle}", "--shapes", "batch=" + "9" * 5000), "is not NAME=VALUE"),
+        (("export", "{checkpoint}", "out", "--config", "vocab_size=" + "[" * 5000), "vocab_size"),
     ],
 )
 def test_bad_input_is_one_clear_error(arguments: tuple[str, ...], message: str, engine: Path, tmp_path: Path) -> None:
@@ -144,6 +150,55 @@ def test_bad_input_is_one_clear_error(arguments: tuple[str, ...], message: str, 
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
     assert not Path("out").exists()
+
+
+def shell(line: str, **names: object) -> subprocess.CompletedProcess[str]:
+    command = str(Path(sys.executable).parent / "intaglio")
+    text = line.format(intaglio=command, **names)
+    return subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_a_reader_that_leaves_is_no_error(engine: Path) -> None:
+    for verb in ("inspect {b}", "inspect {b} --json", "run {b} hello --quiet"):
+        done = shell("{intaglio} " + verb + " | true; exit ${{PIPESTATUS[0]}}", b=engine)
+        assert (done.returncode, done.stderr) == (0, ""), verb
+
+
+def test_odd_streams(engine: Path) -> None:
+    assert "Traceback" not in shell("{intaglio} inspect {b} >&-", b=engine).stderr
+    done = shell("{intaglio} run {b} - <&-", b=engine)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert shell("{intaglio} inspect {b} > /dev/full", b=engine).returncode == 2
+    done = shell("PYTHONIOENCODING=ascii {intaglio} run {b} héllo --temperature 3 --seed 1 -q", b=engine)
+    assert done.returncode == 0, done.stderr
+    done = shell("yes | head -c 20000000 | {intaglio} run {b} - -q", b=engine)
+    assert done.returncode == 2
+    assert "longer than" in done.stderr
+
+
+def test_over_long_paths_are_errors() -> None:
+    for verb in ("export", "compile", "inspect", "run"):
+        done = command_line(verb, "x" * 300, *{"run": ["hello"], "export": ["out"]}.get(verb, []))
+        assert done.returncode == 2, verb
+        assert "File name too long" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys\n"
+        "import intaglio.exporters.export as module\n"
+        "from intaglio.scripts.main import main\n"
+        "write = module.write_weights\n"
+        "def stop(*a):\n    os.kill(os.getpid(), signal.SIGTERM)\n    return write(*a)\n"
+        "module.write_weights = stop\n"
+        "sys.argv = ['intaglio', 'export', sys.argv[1], sys.argv[2]]\nmain()\n"
+    )
+    checkpoint = tiny_checkpoint.write(tmp_path / "checkpoint")
+    done = subprocess.run([sys.executable, "-c", program, checkpoint, tmp_path / "bundle"], check=False)
+    assert done.returncode == 143
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
 
 
 def test_help_names_every_verb() -> None:
