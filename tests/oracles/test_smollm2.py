@@ -6,6 +6,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 import torch
@@ -190,6 +191,11 @@ def test_tract_runs_the_score_graph(smollm2: SmolLM2) -> None:
     assert report.first_divergent is None, report.first_divergent
     report = intaglio.parity(smollm2.path, against="onnxruntime", tokens=6, bound=1e-5)
     assert report.first_divergent is None, report.first_divergent
+
+
+@pytest.mark.parametrize("stage", ["generate", "score"])
+def test_quantized_graphs_are_valid_onnx(smollm2: SmolLM2, stage: str) -> None:
+    onnx.checker.check_model(str(smollm2.path / f"{stage}.onnx"), full_check=True)
 
 
 def test_peak_memory_of_export_and_run(smollm2: SmolLM2) -> None:

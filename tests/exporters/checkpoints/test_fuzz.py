@@ -27,7 +27,7 @@ from intaglio.exporters.checkpoints import open_checkpoint
 from intaglio.exporters.checkpoints.gguf_blocks import BLOCK_TYPES, TYPES
 
 SECONDS = float(os.environ.get("INTAGLIO_FUZZ_SECONDS", "0"))
-EXAMPLES = 2500
+EXAMPLES = 6000
 # A file may not take longer; the whole run of a format ends on time by itself.
 HANG_SECONDS = 5
 CI_SECONDS = 30
