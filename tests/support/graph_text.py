@@ -34,5 +34,9 @@ def _value(value: ir.Value) -> str:
 
 
 def _attribute(attribute: ir.Attr) -> str:
+    if attribute.is_ref():
+        return f"@{attribute.ref_attr_name}"
     value = attribute.value
+    if attribute.type == ir.AttributeType.TENSOR:
+        return f"{value.dtype.name} {value.numpy().tolist()}"
     return f"{value:.9g}" if isinstance(value, float) else str(value)
