@@ -67,6 +67,22 @@ def engine_path(bundle: Path, target: str) -> Path:
     return bundle / "engines" / target
 
 
+def read_engine(bundle: str | Path, target: str = "cpu") -> EngineInfo:
+    """What an engine says of itself, compared with nothing. Raises EngineError if it is not there or damaged."""
+    file = engine_path(Path(bundle), target) / ENGINE_FILE
+    again = _again(Path(bundle), target)
+    if not file.is_file():
+        raise EngineError(f"{file.parent}: no engine there; build it with {again}")
+    try:
+        return EngineInfo.model_validate_json(file.read_bytes())
+    except (ValidationError, OSError) as error:
+        raise EngineError(f"{file}: is damaged or of another version; build again with {again}") from error
+
+
+def _again(bundle: Path, target: str) -> str:
+    return f"`intaglio compile {bundle} --target {target}`"
+
+
 def open_engine(bundle: str | Path, target: str = "cpu") -> Engine:
     """Opens the engine of a bundle after comparing its identity with the bundle and this machine.
 
@@ -75,16 +91,8 @@ def open_engine(bundle: str | Path, target: str = "cpu") -> Engine:
     folder = Path(bundle)
     described = read_bundle(folder)
     module = target_module(target)
-    path = engine_path(folder, target)
-    again = f"`intaglio compile {folder} --target {target}`"
-    if not (path / ENGINE_FILE).is_file():
-        raise EngineError(f"{path}: no engine there; build it with {again}")
-    try:
-        info = EngineInfo.model_validate_json((path / ENGINE_FILE).read_bytes())
-    except (ValidationError, OSError) as error:
-        raise EngineError(
-            f"{path / ENGINE_FILE}: is damaged or of another version; build again with {again}"
-        ) from error
+    info = read_engine(folder, target)
+    path, again = engine_path(folder, target), _again(folder, target)
     if info.target != target or info.identities.keys() != described.stages.keys():
         raise EngineError(
             f"{path}: was built for {info.target} with the stages {', '.join(info.identities)}, but the bundle has "

@@ -12,7 +12,7 @@ import numpy as np
 import typer
 
 import intaglio
-from intaglio.engines.engine import engine_path, open_engine, read_report
+from intaglio.engines.engine import engine_path, open_engine, read_engine, read_report
 from intaglio.engines.model_engine import (
     MODEL_FOLDER,
     NO_MAXIMUM,
@@ -177,16 +177,17 @@ def _bundle(path: Path, as_json: bool) -> None:
 
 def _engine(path: Path, as_json: bool) -> None:
     bundle, target = path.parent.parent, path.name
-    engine = open_engine(bundle, target)
-    report = read_report(bundle, target)
+    info, report = read_engine(bundle, target), read_report(bundle, target)
     if as_json:
-        identities = {name: i.model_dump(mode="json") for name, i in engine.info.identities.items()}
+        identities = {name: i.model_dump(mode="json") for name, i in info.identities.items()}
         print_json({"identities": identities, "report": report.model_dump()})
-        return
-    print_report(report)
-    for name, identity in engine.info.identities.items():
-        rows = [(key, value) for key, value in identity if key != "shapes"]
-        print_table(f"\nidentity of {name}", ("key", "value"), rows)
+    else:
+        print_report(report)
+        for name, identity in info.identities.items():
+            rows = [(key, value) for key, value in identity if key != "shapes"]
+            print_table(f"\nidentity of {name}", ("key", "value"), rows)
+    # Shown first: an engine that no longer matches is when one wants to look.
+    open_engine(bundle, target)
 
 
 def _onnx(path: Path, list_tensors: bool, as_json: bool) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import tiny_checkpoint
+from measure import intaglio as command_line
 
 import intaglio
 from intaglio.engines import cache, cpu
@@ -104,6 +105,15 @@ def test_an_engine_that_does_not_match_is_refused(bundle: Path, change: Any, nam
     change(bundle, bundle / "engines" / "cpu")
     with pytest.raises(EngineError, match=rf"{named}.*`intaglio compile {bundle} --target cpu`"):
         intaglio.load(bundle)
+
+
+def test_an_engine_that_does_not_match_is_still_shown(bundle: Path) -> None:
+    intaglio.compile(bundle)
+    _edit(bundle / "bundle.json", "weights", "sha256", "0" * 64)
+    done = command_line("inspect", bundle / "engines" / "cpu")
+    assert done.returncode == 2
+    assert "identity of score" in done.stdout
+    assert "was built from something else (weights_sha256" in done.stderr
 
 
 def _edit(file: Path, *path_and_value: Any) -> None:
