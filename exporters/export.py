@@ -84,11 +84,11 @@ def export(
 
     ``dtype`` (float32, float16 or bfloat16) is that of dense weights, activations and the cache; what an
     architecture declares to be float32 stays so, and quantized weights stay as they are. ``stages`` chooses graphs
-    by name (all but ``encode`` by default), and only the weights that they need are
-    exported; ``hidden_states`` adds the hidden states of these layers
-    as outputs (0 is the embeddings, the last one normed, as transformers numbers them); ``config`` overrides or
-    adds configuration keys; ``taps`` makes every named point an output; ``allow_unused`` goes on past tensors that
-    the architecture does not know; ``dry_run`` does everything but write.
+    by name (all but ``encode`` by default), and only the weights that they need are exported. ``hidden_states`` adds
+    the hidden states of these layers as outputs (0 is the embeddings, the last one normed, as transformers numbers
+    them). ``config`` overrides or adds configuration keys, ``taps`` makes every named point an output,
+    ``allow_unused`` goes on past tensors that the architecture does not know, and ``dry_run`` does everything but
+    write.
 
     The folder appears, or replaces an older bundle, in one step at the end. Raises CheckpointError, ConfigError,
     WeightsError (also for a weight too large for ``dtype``), InputError, or OutputError if the target is something else
