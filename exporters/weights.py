@@ -118,7 +118,8 @@ def _write(fd: int, tensor: CheckpointTensor, parts: tuple[Part, ...], progress:
     for start, rows in tensor.chunks(_CHUNK_BYTES):
         if isinstance(rows, np.ndarray):
             converted = _convert(rows, tensor, parts[0].dtype)
-            flushed += int(np.count_nonzero(rows) - np.count_nonzero(converted))
+            if converted is not rows:
+                flushed += int(np.count_nonzero(rows) - np.count_nonzero(converted))
             arrays: tuple[np.ndarray, ...] = (converted,)
         else:
             arrays = rows.codes, rows.scales, rows.offsets
@@ -129,14 +130,15 @@ def _write(fd: int, tensor: CheckpointTensor, parts: tuple[Part, ...], progress:
             hashes[i].update(data)
             _write_at(fd, data, part.offset + written[i])
             written[i] += len(data)
-        stop = min(start + max(1, _CHUNK_BYTES // max(1, tensor.row_bytes)), tensor.row_count)
-        progress.advance((stop - start) * tensor.row_bytes)
+        progress.advance(len(arrays[0]) * tensor.row_bytes)
     for part, count in zip(parts, written, strict=True):
         assert count == part.nbytes, f"{part.name}: wrote {count} bytes of {part.nbytes}"
     return [h.hexdigest() for h in hashes], flushed
 
 
 def _convert(rows: np.ndarray, tensor: CheckpointTensor, dtype: ir.DataType) -> np.ndarray:
+    if rows.dtype == dtype.numpy():
+        return rows  # nothing to round, overflow or flush
     with np.errstate(over="ignore"):  # looked for below
         converted = rows.astype(dtype.numpy(), copy=False)
     if np.count_nonzero(np.isinf(converted)) == np.count_nonzero(np.isinf(rows)):
