@@ -50,13 +50,16 @@ class Stage:
 class Architecture:
     """A model family.
 
-    ``read_config`` makes its config dataclass; ``build`` a fresh model of that; ``stages`` maps stage names to
-    their definitions, given the chosen hidden-state layers and the graph's dtype; ``dims`` is the bundle's dims
-    table. ``gguf_config``, ``gguf_name`` and ``gguf_row_order`` say how a GGUF file spells the same model (the row
-    order of a tensor, by its Hugging Face name). ``unneeded`` matches tensors that are known and never needed.
+    ``roles`` are the components of a bundle that it can be. ``read_config`` makes its config dataclass; ``build`` a
+    fresh model of that; ``stages`` maps stage names to their definitions, given the chosen hidden-state layers and the
+    graph's dtype; ``dims`` is the bundle's dims table. ``unneeded`` matches tensors that are known and never needed.
+
+    ``gguf_config``, ``gguf_name`` and ``gguf_row_order`` say how a GGUF file spells the same model (the row order of a
+    tensor, by its published name). ``recognize`` gives the configuration of a safetensors file that comes without one,
+    told by its tensors, or None; ``respell`` maps the tensors of any published spelling to the architecture's own.
     """
 
-    kind: str
+    roles: tuple[str, ...]
     model_types: tuple[str, ...]
     class_names: tuple[str, ...]
     gguf_architectures: tuple[str, ...]
@@ -65,9 +68,13 @@ class Architecture:
     stages: Callable[[Any, tuple[int, ...], ir.DataType], Mapping[str, Stage]]
     dims: Callable[[Any], dict[str, Dim]]
     gguf_config: Callable[[Checkpoint], ConfigKeys]
-    gguf_name: Callable[[str], str | None]
-    gguf_row_order: Callable[[str, int, Any], np.ndarray | None]
     unneeded: Callable[[str, Any], bool]
+    gguf_name: Callable[[str], str | None] = lambda name: None
+    gguf_row_order: Callable[[str, int, Any], np.ndarray | None] = lambda name, rows, config: None
+    recognize: Callable[[Checkpoint], ConfigKeys | None] = lambda checkpoint: None
+    respell: Callable[[Mapping[str, CheckpointTensor], Any], Mapping[str, CheckpointTensor]] = (
+        lambda tensors, config: tensors
+    )
 
     @property
     def name(self) -> str:
@@ -94,6 +101,10 @@ def find_architecture(checkpoint: Checkpoint) -> tuple[Architecture, ConfigKeys]
         raise ConfigError(f"{checkpoint.path}: general.architecture is {found!r}; built are {', '.join(names)}")
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     source = str(folder / "config.json")
+    if not {"_class_name", "architectures", "model_type"} & checkpoint.config.keys():
+        for architecture in known:
+            if (keys := architecture.recognize(checkpoint)) is not None:
+                return architecture, keys
     if not checkpoint.config:
         raise ConfigError(f"{source}: is missing or empty; a safetensors checkpoint needs the model's config.json")
     for key in ("quantization_config", "quantization"):
@@ -102,7 +113,10 @@ def find_architecture(checkpoint: Checkpoint) -> tuple[Architecture, ConfigKeys]
                 f"{source}: has {key} that is not MLX's (bits and group_size); other quantized safetensors are not "
                 "read yet. Take the unquantized model, an MLX one or a GGUF."
             )
-    classes, model_type = checkpoint.config.get("architectures") or [], checkpoint.config.get("model_type")
+    # diffusers names one class, transformers a list of them.
+    single = checkpoint.config.get("_class_name")
+    classes = [single] if single is not None else checkpoint.config.get("architectures") or []
+    model_type = checkpoint.config.get("model_type")
     if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
         raise ConfigError(f"{source}: architectures is {classes!r}, expected a list of class names")
     for architecture in known:
@@ -118,7 +132,7 @@ def find_architecture(checkpoint: Checkpoint) -> tuple[Architecture, ConfigKeys]
 def model_tensors(checkpoint: Checkpoint, architecture: Architecture, config: Any) -> dict[str, CheckpointTensor]:
     """The checkpoint's tensors under the architecture's names and in its row order."""
     if checkpoint.format != "gguf":
-        return dict(checkpoint.tensors)
+        return dict(architecture.respell(checkpoint.tensors, config))
     tensors: dict[str, CheckpointTensor] = {}
     for name, tensor in checkpoint.tensors.items():
         if name in CONFIG_TENSORS:
@@ -127,7 +141,7 @@ def model_tensors(checkpoint: Checkpoint, architecture: Architecture, config: An
         rows = tensor.shape[0] if tensor.shape else 0
         order = architecture.gguf_row_order(renamed, rows, config)
         tensors[renamed] = tensor if order is None else reorder_rows(tensor, order)
-    return tensors
+    return dict(architecture.respell(tensors, config))
 
 
 def match_weights(

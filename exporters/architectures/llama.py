@@ -206,7 +206,7 @@ def _unneeded(name: str, config: LlamaConfig) -> bool:
 
 
 ARCHITECTURE = Architecture(
-    kind="text-generation",
+    roles=("language_model",),
     model_types=("llama",),
     class_names=("LlamaForCausalLM",),
     gguf_architectures=("llama",),

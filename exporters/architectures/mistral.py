@@ -199,7 +199,7 @@ def _unneeded(name: str, config: MistralConfig) -> bool:
 
 
 ARCHITECTURE = Architecture(
-    kind="text-generation",
+    roles=("language_model",),
     model_types=("mistral",),
     class_names=("MistralForCausalLM",),
     gguf_architectures=(),
@@ -209,6 +209,5 @@ ARCHITECTURE = Architecture(
     dims=decoder_dims,
     gguf_config=decoder_config,
     gguf_name=decoder_name,
-    gguf_row_order=lambda name, rows, config: None,
     unneeded=_unneeded,
 )

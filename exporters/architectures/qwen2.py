@@ -211,7 +211,7 @@ def _unneeded(name: str, config: Qwen2Config) -> bool:
 
 
 ARCHITECTURE = Architecture(
-    kind="text-generation",
+    roles=("language_model",),
     model_types=("qwen2",),
     class_names=("Qwen2ForCausalLM",),
     gguf_architectures=("qwen2",),
@@ -221,6 +221,5 @@ ARCHITECTURE = Architecture(
     dims=decoder_dims,
     gguf_config=decoder_config,
     gguf_name=decoder_name,
-    gguf_row_order=lambda name, rows, config: None,
     unneeded=_unneeded,
 )

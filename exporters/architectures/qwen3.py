@@ -212,7 +212,7 @@ def _unneeded(name: str, config: Qwen3Config) -> bool:
 
 
 ARCHITECTURE = Architecture(
-    kind="text-generation",
+    roles=("language_model", "text_encoder"),
     model_types=("qwen3",),
     class_names=("Qwen3ForCausalLM",),
     gguf_architectures=("qwen3",),
@@ -222,6 +222,5 @@ ARCHITECTURE = Architecture(
     dims=decoder_dims,
     gguf_config=decoder_config,
     gguf_name=decoder_name,
-    gguf_row_order=lambda name, rows, config: None,
     unneeded=_unneeded,
 )

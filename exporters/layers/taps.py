@@ -9,15 +9,15 @@ import onnx_ir as ir
 _TAP = "intaglio.tap"
 
 
-def tap(value: ir.Value) -> ir.Value:
+def tap(value: ir.Value, name: str | None = None) -> ir.Value:
     """Marks ``value`` as the output of the module it was made in, and returns it.
 
-    Its name is that module's path, as in the published model: ``model.layers.0.mlp.down_proj``.
+    Its name is ``name``, or else that module's path, as in the published model: ``model.layers.0.mlp.down_proj``.
     """
     node = value.producer()
     assert node is not None, "only a computed value can be a tap"
     scopes = ast.literal_eval(node.metadata_props["pkg.onnxscript.name_scopes"])
-    value.metadata_props[_TAP] = ".".join(scope for scope in scopes if scope)
+    value.metadata_props[_TAP] = name or ".".join(scope for scope in scopes if scope)
     return value
 
 
