@@ -118,33 +118,77 @@ class QuantizationInfo(_Schema):
     has_offsets: bool = False
 
 
-class Bundle(_Schema):
-    """The content of ``bundle.json``."""
+class ComponentInfo(_Schema):
+    """One model of a bundle: what it is, where it came from, how its weights were stored."""
 
-    schema_version: Literal[1] = 1
-    intaglio_version: str
-    kind: Literal["text-generation"]
     architecture: str
-    dtype: str
     config: dict[str, Any]
-    stages: dict[Name, StageInfo] = Field(min_length=1)
-    dims: dict[Name, Dim]
-    weights: WeightsInfo
-    tokenizer: TokenizerInfo | None
     quantization: tuple[QuantizationInfo, ...]
     source: SourceInfo
     unused_tensors: tuple[str, ...]
 
+
+class TextToImageInfo(_Schema):
+    """What a picture pipeline needs to know beside its graphs.
+
+    ``text_encoder_layers`` are the hidden states that make the conditioning, in this order, ``text_length`` the tokens
+    that every prompt is padded to. A distilled checkpoint takes no guidance; None is not known. ``shift`` is a static
+    shift of the sigmas; None takes the empirical one.
+    """
+
+    text_encoder_layers: tuple[int, ...] = Field(min_length=1)
+    text_length: int = Field(ge=1)
+    is_distilled: bool | None
+    shift: float | None = Field(default=None, gt=0)
+
+
+Kind = Literal["text-generation", "text-to-image"]
+# The components that make a pipeline of each kind, by role.
+ROLES: dict[str, tuple[str, ...]] = {
+    "text-generation": ("language_model",),
+    "text-to-image": ("text_encoder", "transformer", "vae"),
+}
+
+
+class Bundle(_Schema):
+    """The content of ``bundle.json``. ``components`` are by role; a partial picture bundle lacks some."""
+
+    schema_version: Literal[2] = 2
+    intaglio_version: str
+    kind: Kind
+    dtype: str
+    components: dict[Name, ComponentInfo] = Field(min_length=1)
+    stages: dict[Name, StageInfo] = Field(min_length=1)
+    dims: dict[Name, Dim]
+    weights: WeightsInfo
+    tokenizer: TokenizerInfo | None
+    text_to_image: TextToImageInfo | None = None
+
+    @property
+    def language_model(self) -> ComponentInfo:
+        """The only component of a bundle for text generation."""
+        return self.components["language_model"]
+
     @model_validator(mode="after")
     def _check(self) -> Bundle:
-        vocab_size = self.config.get("vocab_size")
-        if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or not 0 < vocab_size < 2**31:
-            raise ValueError(f"config.vocab_size is {vocab_size!r:.100}, expected an integer above zero")
+        roles = ROLES[self.kind]
+        if unknown := sorted(self.components.keys() - set(roles)):
+            raise ValueError(f"components has {unknown[0]}, which a bundle for {self.kind} has not")
+        if (self.kind == "text-to-image") != (self.text_to_image is not None):
+            raise ValueError(f"text_to_image belongs to bundles of that kind, and only to them; this is {self.kind}")
+        if self.kind == "text-generation" or "text_encoder" in self.components:
+            _check_vocabulary(self.components.get(roles[0]))
         for name, stage in self.stages.items():
             for tensor in stage.inputs:
                 if unknown := [n for n in tensor.shape if isinstance(n, str) and n not in self.dims]:
                     raise ValueError(f"{name}: the input {tensor.name} has the dim {unknown[0]!r}, which dims lacks")
         return self
+
+
+def _check_vocabulary(component: ComponentInfo | None) -> None:
+    vocab_size = component.config.get("vocab_size") if component else None
+    if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or not 0 < vocab_size < 2**31:
+        raise ValueError(f"config.vocab_size is {vocab_size!r:.100}, expected an integer above zero")
 
 
 def is_bundle(path: Path) -> bool:

@@ -25,8 +25,8 @@ class ConfigKeys:
     """The keys of one configuration, under their Hugging Face names.
 
     ``source`` says where they come from and ``spelling`` how that file spells each, for messages; ``parent`` is
-    the key that these keys lie under, if any. ``asked`` grows to the keys that were looked at. Every method raises
-    ConfigError naming file and key.
+    the key that these keys lie under, if any, ``component`` the one of a bundle that they configure. ``asked`` grows
+    to the keys that were looked at. Every method raises ConfigError naming file and key.
     """
 
     def __init__(
@@ -35,12 +35,14 @@ class ConfigKeys:
         source: str,
         spelling: Mapping[str, str] | None = None,
         parent: str | None = None,
+        component: str | None = None,
     ) -> None:
         self.values = values
         self.source = source
         self.asked: set[str] = set()
         self._spelling = spelling or {}
         self._parent = parent
+        self._component = component
 
     def spell(self, key: str) -> str:
         """``key`` as the file spells it."""
@@ -58,11 +60,11 @@ class ConfigKeys:
             raise self.wrong(key, f"is {shown(value)}, expected an object")
         under = f"{key}."
         inner = {name.removeprefix(under): text for name, text in self._spelling.items() if name.startswith(under)}
-        return ConfigKeys(value, self.source, inner, key)
+        return ConfigKeys(value, self.source, inner, key, self._component)
 
-    def overridden(self, values: Mapping[str, Any]) -> ConfigKeys:
-        """These keys with ``values`` added or put in place of what the file says."""
-        return ConfigKeys({**self.values, **values}, self.source, self._spelling, self._parent)
+    def overridden(self, values: Mapping[str, Any], component: str | None = None) -> ConfigKeys:
+        """These keys, of ``component``, with ``values`` added or put in place of what the file says."""
+        return ConfigKeys({**self.values, **values}, self.source, self._spelling, self._parent, component)
 
     def only(self, *known: str) -> None:
         """Refuses any key but ``known``, since an unknown one may change the arithmetic."""
@@ -120,6 +122,7 @@ class ConfigKeys:
         if absent is not _REQUIRED:
             return absent
         setting = f"{self._parent}='{{\"{key}\": VALUE, …}}'" if self._parent else f"{key}=VALUE"
+        setting = f"{self._component}.{setting}" if self._component else setting
         raise ConfigError(
             f"{self.source}: has no {self.spell(key)}, which the model needs. No default is taken, since a wrong "
             f"one gives wrong numbers: look it up in the model's documentation and pass --config {setting}"

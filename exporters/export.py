@@ -2,93 +2,108 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import importlib.metadata
-import json
-import logging
-import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
-from onnxscript import nn
 
-from intaglio.errors import ConfigError, InputError, OutputError, WeightsError
-from intaglio.exporters.architecture import (
-    Architecture,
-    Stage,
-    find_architecture,
-    match_weights,
-    model_tensors,
-)
+from intaglio.errors import InputError, OutputError
+from intaglio.exporters.architecture import find_architecture
 from intaglio.exporters.bundle import (
     BUNDLE_FILE,
+    ROLES,
     WEIGHTS_FILE,
     Bundle,
-    QuantizationInfo,
+    Dim,
+    Kind,
     SourceFile,
-    SourceInfo,
     StageInfo,
     TensorInfo,
+    TextToImageInfo,
     TokenizerInfo,
     WeightsInfo,
     is_bundle,
 )
 from intaglio.exporters.checkpoints import Checkpoint, CheckpointTensor, open_checkpoint
-from intaglio.exporters.graph import attach_weights, build_graph, quantize_modules, save_graph, stage_parameters
-from intaglio.exporters.layers.dtype import DTYPES, set_dtype
+from intaglio.exporters.components import Component, Options, find_component, hash_files, plan_component
+from intaglio.exporters.graph import attach_weights, save_graph
+from intaglio.exporters.layers.dtype import DTYPES
+from intaglio.exporters.picture import (
+    Sources,
+    check_fit,
+    find_sources,
+    is_pipeline,
+    open_source,
+    read_tokenizer,
+    text_to_image_info,
+)
 from intaglio.exporters.tokenizer import TokenizerFiles, tokenizer_from_directory, tokenizer_from_gguf
-from intaglio.exporters.weights import Part, Written, plan_weights, write_weights
+from intaglio.exporters.weights import Part, Written, write_weights
 from intaglio.output import replaced_folder
 from intaglio.progress import Progress, ProgressCallback
 
 _TOKENIZER_FOLDER = "tokenizer"
 _BUNDLE_ENTRIES = {BUNDLE_FILE, WEIGHTS_FILE, _TOKENIZER_FOLDER, "engines"}
-_log = logging.getLogger(__name__)
+# The component that each stage of a picture bundle belongs to, by how its name begins.
+_STAGE_ROLES = {"text_encoder": "text_encoder", "transformer": "transformer", "vae_": "vae"}
 
 
 @dataclass(frozen=True)
 class _Plan:
     """All that is known before a weight is read."""
 
-    checkpoint: Checkpoint
-    architecture: Architecture
-    config: Any
+    kind: Kind
     dtype: str
-    weights: dict[str, CheckpointTensor]
-    unused: list[str]
-    parts: dict[str, tuple[Part, ...]]
-    size: int
-    stages: dict[str, Stage]
+    components: dict[str, Component]
     tokenizer: TokenizerFiles | None
+    text_to_image: TextToImageInfo | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the weights file."""
+        return max(component.end for component in self.components.values())
 
 
 def export(
-    source: str | Path,
+    source: str | Path | None,
     bundle: str | Path,
     *,
+    transformer: str | Path | None = None,
+    text_encoder: str | Path | None = None,
+    vae: str | Path | None = None,
+    tokenizer: str | Path | None = None,
     dtype: str = "float32",
     stages: Sequence[str] | None = None,
     hidden_states: Sequence[int] = (),
+    text_length: int | None = None,
+    is_distilled: bool | None = None,
     config: Mapping[str, Any] | None = None,
+    pack_ternary: bool = False,
     taps: bool = False,
     allow_unused: bool = False,
     dry_run: bool = False,
     progress: ProgressCallback | None = None,
 ) -> Bundle:
-    """Exports the checkpoint at ``source`` into the folder ``bundle`` and returns what ``bundle.json`` says.
+    """Exports a checkpoint into the folder ``bundle`` and returns what ``bundle.json`` says.
+
+    ``source`` is a language model, or a diffusers directory. ``transformer``, ``text_encoder``, ``vae`` and
+    ``tokenizer`` name the parts of a picture pipeline one by one, each in any published spelling, and go before those
+    of a directory. A picture bundle needs all three models, unless ``stages`` asks for less.
 
     ``dtype`` (float32, float16 or bfloat16) is that of dense weights, activations and the cache; what an
-    architecture declares to be float32 stays so, and quantized weights stay as they are. ``stages`` chooses graphs
-    by name (all but ``encode`` by default), and only the weights that they need are exported. ``hidden_states`` adds
-    the hidden states of these layers as outputs (0 is the embeddings, the last one normed, as transformers numbers
-    them). ``config`` overrides or adds configuration keys, ``taps`` makes every named point an output,
-    ``allow_unused`` goes on past tensors that the architecture does not know, and ``dry_run`` does everything but
-    write.
+    architecture declares to be float32 stays so, and quantized weights stay as they are. ``pack_ternary`` packs dense
+    weights (of the transformer, in a picture bundle) that are exactly ternary, and refuses others. ``stages`` chooses
+    graphs by name, and only the weights that they need are exported. ``hidden_states`` adds the hidden states of these
+    layers as outputs (0 is the embeddings, the last one normed, as transformers numbers them); in a picture bundle
+    they make the conditioning, with ``text_length`` the tokens that prompts are padded to, and ``is_distilled`` says
+    that the transformer takes no guidance. ``config`` overrides or adds configuration keys (``transformer.KEY`` in a
+    picture bundle), ``taps`` makes every named point an output, ``allow_unused`` goes on past tensors that the
+    architecture does not know, and ``dry_run`` does everything but write.
 
     The folder appears, or replaces an older bundle, in one step at the end. Raises CheckpointError, ConfigError,
     WeightsError (also for a weight too large for ``dtype``), InputError, or OutputError if the target is something else
@@ -96,30 +111,61 @@ def export(
     """
     target = Path(bundle).resolve()
     _check_target(target)
-    plan = _plan(Path(source), dtype, stages, tuple(hidden_states), config or {}, allow_unused)
+    if dtype not in DTYPES:
+        raise InputError(f"the dtype {dtype!r} is unknown; there are {', '.join(DTYPES)}")
+    options = Options(dtype, tuple(hidden_states), dict(config or {}), allow_unused, pack_ternary)
+    given = {"text_encoder": text_encoder, "transformer": transformer, "vae": vae}
+    paths = {role: Path(path) if path is not None else None for role, path in given.items()}
+    folder = Path(source) if source is not None else None
+    checkpoint = None
+    if folder is not None and not is_pipeline(folder):
+        checkpoint = open_checkpoint(folder)
+        roles = find_architecture(checkpoint)[0].roles
+        if "language_model" not in roles or any(paths.values()):
+            role = next(role for role in roles if role in paths)
+            if paths[role] is not None:
+                raise InputError(f"{folder}: is a {role}, and so is {paths[role]}; name one of them")
+            paths[role], folder, checkpoint = folder, None, None
+    if checkpoint is not None:
+        for value, option in ((tokenizer, "tokenizer"), (text_length, "text-length"), (is_distilled, "distilled")):
+            if value is not None:
+                raise InputError(f"--{option} belongs to picture bundles, and {source} is a language model")
+        plan = _plan_text(checkpoint, stages, options)
+    else:
+        sources = find_sources(folder, paths, Path(tokenizer) if tokenizer is not None else None)
+        plan = _plan_picture(sources, stages, options, text_length, is_distilled)
     if dry_run:
-        return _describe(plan, _graphs(plan, taps), {}, Written("0" * 64, 0), ())
-    with replaced_folder(target) as folder:
-        graphs = _graphs(plan, taps)
-        parts = {part.name: part for group in plan.parts.values() for part in group}
-        hashes = {}
-        for name, graph in graphs.items():
-            attach_weights(graph, parts, WEIGHTS_FILE)
-            save_graph(graph, folder / f"{name}.onnx")
-            hashes[name] = hashlib.sha256((folder / f"{name}.onnx").read_bytes()).hexdigest()
-        total = sum(tensor.nbytes for tensor in plan.weights.values())
-        written = write_weights(
-            folder / WEIGHTS_FILE,
-            plan.weights,
-            plan.parts,
-            plan.size,
-            Progress(progress, "weights", total, "bytes"),
-        )
-        if plan.tokenizer:
-            _write_tokenizer(folder / _TOKENIZER_FOLDER, plan.tokenizer)
-        source_files = _hash_files(plan.checkpoint.files, progress)
-        result = _describe(plan, graphs, hashes, written, source_files)
-        (folder / BUNDLE_FILE).write_text(result.model_dump_json(indent=1) + "\n", "utf-8")
+        return _describe(plan, _graphs(plan, taps), {}, Written("0" * 64, 0), {})
+    with replaced_folder(target) as partial:
+        return _write(plan, partial, taps, progress)
+
+
+def _write(plan: _Plan, folder: Path, taps: bool, progress: ProgressCallback | None) -> Bundle:
+    graphs = _graphs(plan, taps)
+    hashes = {}
+    for name, (component, graph) in graphs.items():
+        parts = {part.name: part for group in component.parts.values() for part in group}
+        attach_weights(graph, parts, WEIGHTS_FILE)
+        save_graph(graph, folder / f"{name}.onnx")
+        hashes[name] = hashlib.sha256((folder / f"{name}.onnx").read_bytes()).hexdigest()
+    # Two components may name a tensor alike.
+    weights: dict[str, CheckpointTensor] = {}
+    placed: dict[str, tuple[Part, ...]] = {}
+    for role, component in plan.components.items():
+        weights |= {f"{role} {name}": tensor for name, tensor in component.weights.items()}
+        placed |= {f"{role} {name}": parts for name, parts in component.parts.items()}
+    total = sum(tensor.nbytes for tensor in weights.values())
+    written = write_weights(
+        folder / WEIGHTS_FILE, weights, placed, plan.size, Progress(progress, "weights", total, "bytes")
+    )
+    if plan.tokenizer:
+        _write_tokenizer(folder / _TOKENIZER_FOLDER, plan.tokenizer)
+    files = {role: component.checkpoint.files for role, component in plan.components.items()}
+    sizes = sum(file.stat().st_size for group in files.values() for file in group)
+    count = Progress(progress, "source hashes", sizes, "bytes")
+    sources = {role: hash_files(group, count) for role, group in files.items()}
+    result = _describe(plan, graphs, hashes, written, sources)
+    (folder / BUNDLE_FILE).write_text(result.model_dump_json(indent=1) + "\n", "utf-8")
     return result
 
 
@@ -138,70 +184,13 @@ def _check_target(target: Path) -> None:
         )
 
 
-def _plan(
-    source: Path,
-    dtype: str,
-    stages: Sequence[str] | None,
-    hidden_states: tuple[int, ...],
-    overrides: Mapping[str, Any],
-    allow_unused: bool,
-) -> _Plan:
-    if dtype not in DTYPES:
-        raise InputError(f"the dtype {dtype!r} is unknown; there are {', '.join(DTYPES)}")
-    checkpoint = open_checkpoint(source)
-    architecture, keys = find_architecture(checkpoint)
-    _log.info("%s: %s, read as %s", source, checkpoint.format, architecture.name)
-    keys = keys.overridden(overrides)
-    config = architecture.read_config(keys)
-    if unknown := sorted(set(overrides) - keys.asked):
-        read = ", ".join(sorted(keys.asked))
-        raise ConfigError(f"--config {', '.join(unknown)}: {architecture.name} does not read it; read are {read}")
-    layers = config.num_hidden_layers
-    _check_layers(checkpoint, layers)
-    for layer in hidden_states:
-        if not 0 <= layer <= layers:
-            raise InputError(f"hidden states of layer {layer} are asked for; the model has 0 to {layers}")
-    selected = _select(architecture.stages(config, hidden_states, DTYPES[dtype]), stages, architecture.name)
-    needed = [stage_parameters(_build(architecture, config, dtype), stage) for stage in selected.values()]
-    weights, unused = match_weights(
-        _build(architecture, config, dtype),
-        set().union(*needed),
-        model_tensors(checkpoint, architecture, config),
-        lambda name: architecture.unneeded(name, config),
-        str(checkpoint.path),
-        allow_unused=allow_unused,
-    )
-    parts, size = plan_weights(weights, DTYPES[dtype])
-    tokenizer = _tokenizer(checkpoint)
-    return _Plan(checkpoint, architecture, config, dtype, weights, unused, parts, size, selected, tokenizer)
+def _plan_text(checkpoint: Checkpoint, stages: Sequence[str] | None, options: Options) -> _Plan:
+    role = "language_model"
+    component = plan_component(role, checkpoint, *find_component(checkpoint, role, options), stages, options)
+    return _Plan("text-generation", options.dtype, {role: component}, _text_tokenizer(checkpoint))
 
 
-def _build(architecture: Architecture, config: Any, dtype: str) -> nn.Module:
-    model = architecture.build(config)
-    set_dtype(model, DTYPES[dtype])
-    return model
-
-
-def _check_layers(checkpoint: Checkpoint, layers: int) -> None:
-    # Before the model is built: a lie here would have us build it for hours.
-    found = max((int(m[1]) + 1 for name in checkpoint.tensors if (m := re.search(r"\.(\d{1,9})\.", name))), default=0)
-    if layers > found + 1000:
-        raise WeightsError(f"{checkpoint.path}: the config says {layers} layers, the checkpoint has {found}")
-
-
-def _select(available: Mapping[str, Stage], stages: Sequence[str] | None, model: str) -> dict[str, Stage]:
-    chosen = [name for name, stage in available.items() if stage.by_default] if stages is None else stages
-    for name in chosen:
-        if name == "encode" and name not in available:
-            raise InputError("the stage encode gives hidden states; name their layers with --hidden-states")
-        if name not in available:
-            raise InputError(f"the stage {name!r} is unknown; {model} has {', '.join(available)}")
-    if not chosen:
-        raise InputError(f"no stage is chosen; {model} has {', '.join(available)}")
-    return {name: available[name] for name in chosen}
-
-
-def _tokenizer(checkpoint: Checkpoint) -> TokenizerFiles | None:
+def _text_tokenizer(checkpoint: Checkpoint) -> TokenizerFiles | None:
     if checkpoint.format == "gguf":
         if not any(key.startswith("tokenizer.") for key in checkpoint.metadata):
             return None
@@ -210,13 +199,75 @@ def _tokenizer(checkpoint: Checkpoint) -> TokenizerFiles | None:
     return tokenizer_from_directory(folder)
 
 
-def _graphs(plan: _Plan, with_taps: bool) -> dict[str, ir.Model]:
-    graphs = {}
-    for name, stage in plan.stages.items():
-        model = _build(plan.architecture, plan.config, plan.dtype)
-        quantize_modules(model, plan.weights)
-        graphs[name] = build_graph(name, model, stage, with_taps=with_taps)
-    return graphs
+def _plan_picture(
+    sources: Sources,
+    stages: Sequence[str] | None,
+    options: Options,
+    text_length: int | None,
+    is_distilled: bool | None,
+) -> _Plan:
+    info = text_to_image_info(sources, options.hidden_states, text_length, is_distilled)
+    chosen = _stages_by_role(stages)
+    if missing := [role for role in chosen if role not in sources.paths]:
+        flags = ", ".join(f"--{role.replace('_', '-')} PATH" for role in missing)
+        raise InputError(
+            f"a picture bundle needs {', '.join(ROLES['text-to-image'])}; give {flags}, or --stages for a part of it"
+        )
+    overrides = _split_config(options.config, chosen)
+    checkpoints = {role: open_source(sources.paths[role]) for role in chosen}
+    components: dict[str, Component] = {}
+    end = 0
+    for role, checkpoint in checkpoints.items():
+        # Hidden states are the text encoder's, ternary weights the transformer's.
+        own = replace(
+            options,
+            hidden_states=info.text_encoder_layers if role == "text_encoder" else (),
+            config=overrides[role],
+            pack_ternary=options.pack_ternary and role == "transformer",
+        )
+        architecture, config = find_component(checkpoint, role, own)
+        names = ["text_encoder"] if role == "text_encoder" else chosen[role]
+        components[role] = plan_component(role, checkpoint, architecture, config, names, own, end)
+        end = components[role].end
+    encoder = checkpoints.get("text_encoder")
+    files = read_tokenizer(sources.tokenizer, encoder) if encoder else None
+    check_fit(components, files, info)
+    return _Plan("text-to-image", options.dtype, components, files, info)
+
+
+def _stages_by_role(stages: Sequence[str] | None) -> dict[str, list[str] | None]:
+    """The chosen stages of each component that has any; None takes those it exports by default."""
+    if stages is None:
+        return dict.fromkeys(ROLES["text-to-image"])
+    chosen: dict[str, list[str] | None] = {}
+    for role in ROLES["text-to-image"]:
+        names = [name for name in stages if any(name.startswith(s) and r == role for s, r in _STAGE_ROLES.items())]
+        if names:
+            chosen[role] = names
+    if not chosen or (unknown := [name for name in stages if not name.startswith(tuple(_STAGE_ROLES))]):
+        what = f"the stage {unknown[0]!r} is unknown" if chosen else "no stage is chosen"
+        raise InputError(f"{what}; a picture bundle has text_encoder, transformer, vae_decoder, vae_encoder")
+    return chosen
+
+
+def _split_config(config: Mapping[str, Any], roles: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    split: dict[str, dict[str, Any]] = {role: {} for role in roles}
+    for key, value in config.items():
+        role, dot, name = key.partition(".")
+        if not dot or role not in split:
+            raise InputError(
+                f"--config {key}: in a picture bundle a key begins with {', '.join(f'{r}.' for r in roles)}"
+            )
+        split[role][name] = value
+    return split
+
+
+def _graphs(plan: _Plan, with_taps: bool) -> dict[str, tuple[Component, ir.Model]]:
+    return {
+        name: (component, graph)
+        for component in plan.components.values()
+        for name, graph in component.graphs(with_taps=with_taps).items()
+    }
 
 
 def _write_tokenizer(folder: Path, files: TokenizerFiles) -> None:
@@ -226,57 +277,56 @@ def _write_tokenizer(folder: Path, files: TokenizerFiles) -> None:
         (folder / "chat_template.jinja").write_text(files.chat_template, "utf-8")
 
 
-def _hash_files(files: Sequence[Path], progress: ProgressCallback | None) -> tuple[SourceFile, ...]:
-    total = Progress(progress, "source hashes", sum(file.stat().st_size for file in files), "bytes")
-    result = []
-    for path in files:
-        digest, size = hashlib.sha256(), 0
-        with path.open("rb") as file:
-            while chunk := file.read(4 << 20):
-                digest.update(chunk)
-                size += len(chunk)
-                total.advance(len(chunk))
-        result.append(
-            SourceFile(name=os.fsencode(path.name).decode("utf-8", "replace"), bytes=size, sha256=digest.hexdigest())
-        )
-    return tuple(result)
-
-
 def _describe(
     plan: _Plan,
-    graphs: Mapping[str, ir.Model],
+    graphs: Mapping[str, tuple[Component, ir.Model]],
     hashes: Mapping[str, str],
     written: Written,
-    files: tuple[SourceFile, ...],
+    sources: Mapping[str, tuple[SourceFile, ...]],
 ) -> Bundle:
+    stages = {
+        name: StageInfo(
+            file=f"{name}.onnx",
+            sha256=hashes.get(name, "0" * 64),
+            inputs=tuple(map(_tensor_info, graph.graph.inputs)),
+            outputs=tuple(map(_tensor_info, graph.graph.outputs)),
+        )
+        for name, (_, graph) in graphs.items()
+    }
     return Bundle(
         intaglio_version=importlib.metadata.version("intaglio"),
-        kind="text-generation",
-        architecture=plan.architecture.name,
+        kind=plan.kind,
         dtype=plan.dtype,
-        config=json.loads(json.dumps(dataclasses.asdict(plan.config))),
-        stages={
-            name: StageInfo(
-                file=f"{name}.onnx",
-                sha256=hashes.get(name, "0" * 64),
-                inputs=tuple(map(_tensor_info, graph.graph.inputs)),
-                outputs=tuple(map(_tensor_info, graph.graph.outputs)),
-            )
-            for name, graph in graphs.items()
-        },
-        dims=plan.architecture.dims(plan.config),
+        components={role: c.describe(sources.get(role, ())) for role, c in plan.components.items()},
+        stages=stages,
+        dims=_dims(plan, stages),
         weights=WeightsInfo(
             file=WEIGHTS_FILE,
             bytes=plan.size,
-            tensors=sum(len(group) for group in plan.parts.values()),
+            tensors=sum(len(group) for c in plan.components.values() for group in c.parts.values()),
             sha256=written.sha256,
             flushed_to_zero=written.flushed_to_zero,
         ),
         tokenizer=_tokenizer_info(plan.tokenizer),
-        quantization=_quantization(plan.weights.values()),
-        source=SourceInfo(format=plan.checkpoint.format, files=files),
-        unused_tensors=tuple(plan.unused),
+        text_to_image=plan.text_to_image,
     )
+
+
+def _dims(plan: _Plan, stages: Mapping[str, StageInfo]) -> dict[str, Dim]:
+    """The dims that inputs have, and those that their expressions name, in the order of the architectures' tables."""
+    used = {n for stage in stages.values() for tensor in stage.inputs for n in tensor.shape if isinstance(n, str)}
+    dims: dict[str, Dim] = {}
+    for component in plan.components.values():
+        for name, dim in component.architecture.dims(component.config).items():
+            known = dims.setdefault(name, dim)
+            # One name means one size in a bundle: what all its graphs can take.
+            low, high = max(known.min, dim.min), min(known.max, dim.max)
+            opt = known.opt if known.opt is None else min(max(known.opt, low), high)
+            dims[name] = known.model_copy(update={"min": low, "max": high, "opt": opt})
+    for name in list(used):
+        if name in dims and dims[name].expression:
+            used |= set(re.findall(r"[A-Za-z_]\w*", dims[name].expression or ""))
+    return {name: dim for name, dim in dims.items() if name in used}
 
 
 def _tensor_info(value: ir.Value) -> TensorInfo:
@@ -298,22 +348,3 @@ def _tokenizer_info(files: TokenizerFiles | None) -> TokenizerInfo | None:
         eos_token_ids=files.eos_token_ids,
         has_chat_template=files.chat_template is not None,
     )
-
-
-def _quantization(tensors: Any) -> tuple[QuantizationInfo, ...]:
-    counts: dict[QuantizationInfo, int] = {}
-    for tensor in tensors:
-        if tensor.layout is None:
-            info = QuantizationInfo(storage=tensor.storage, tensors=0, bits=tensor.dtype.itemsize * 8)
-        else:
-            quantization = tensor.layout.format
-            info = QuantizationInfo(
-                storage=tensor.storage,
-                tensors=0,
-                bits=quantization.bits,
-                group_size=quantization.group_size,
-                zero_point=quantization.zero_point,
-                has_offsets=tensor.layout.has_offsets,
-            )
-        counts[info] = counts.get(info, 0) + 1
-    return tuple(info.model_copy(update={"tensors": n}) for info, n in counts.items())

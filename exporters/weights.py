@@ -53,11 +53,14 @@ class Written:
 
 
 def plan_weights(
-    weights: Mapping[str, CheckpointTensor], dtype: ir.DataType
+    weights: Mapping[str, CheckpointTensor], dtype: ir.DataType, start: int = 0
 ) -> tuple[dict[str, tuple[Part, ...]], int]:
-    """Places every tensor: its parts by tensor name, and the size of the file. Dense ones become ``dtype``."""
+    """Places every tensor from the byte ``start`` on: its parts by tensor name, and where the last one ends.
+
+    Dense ones become ``dtype``.
+    """
     plan: dict[str, tuple[Part, ...]] = {}
-    end = 0
+    end = start
     for name, tensor in weights.items():
         parts = []
         for part_name, part_dtype, shape in _parts(name, tensor, dtype):

@@ -50,7 +50,9 @@ def bench(
     steps: list[float] = []
     bandwidths: list[float] = []
     count = Progress(progress, "bench", repeats * (new_tokens + 1), "steps")
-    prompt = np.random.Generator(np.random.Philox(0)).integers(0, engine.bundle.config["vocab_size"], prompt_tokens)
+    prompt = np.random.Generator(np.random.Philox(0)).integers(
+        0, engine.bundle.language_model.config["vocab_size"], prompt_tokens
+    )
     peak = 0
     for _ in range(repeats):
         decoding = Decoding(session, [prompt.tolist()])

@@ -110,7 +110,7 @@ def random_feeds(bundle: Bundle, stage: StageInfo, tokens: int, seed: int) -> di
     mask = np.ones((2, past + tokens), np.int64)
     mask[1, : tokens // 3] = 0
     feeds = {
-        "input_ids": generator.integers(0, bundle.config["vocab_size"], (2, tokens)),
+        "input_ids": generator.integers(0, bundle.language_model.config["vocab_size"], (2, tokens)),
         "attention_mask": mask,
         "position_ids": np.maximum(mask.cumsum(axis=1) - 1, 0)[:, past:],
     }

@@ -247,4 +247,4 @@ class TextGenerationPipeline:
 
     @cached_property
     def _ids_without_token(self) -> np.ndarray:
-        return self.tokenizer.ids_without_token(self.engine.bundle.config["vocab_size"])
+        return self.tokenizer.ids_without_token(self.engine.bundle.language_model.config["vocab_size"])

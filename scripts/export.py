@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from dotenv import dotenv_values
 
 import intaglio
 from intaglio.errors import InputError
 from intaglio.scripts.console import Quiet, human_bytes, progress_bar, say
 
+# Where the parts of a picture pipeline are named when the command line does not.
+_VARIABLES = {
+    "transformer": "INTAGLIO_TRANSFORMER",
+    "text_encoder": "INTAGLIO_TEXT_ENCODER",
+    "vae": "INTAGLIO_VAE",
+    "tokenizer": "INTAGLIO_TOKENIZER",
+}
+
+
+def _part(what: str, variable: str) -> Any:
+    return typer.Option(
+        help=f"{what} Without SOURCE also from {variable}, in the environment or in .env.", show_default=False
+    )
+
 
 def export(
-    source: Annotated[Path, typer.Argument(help="A .gguf file, a .safetensors file, or a Hugging Face folder.")],
-    bundle: Annotated[Path, typer.Argument(help="The folder to write; an older bundle there is replaced.")],
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="[SOURCE] BUNDLE",
+            help="SOURCE: a .gguf file, a .safetensors file, a Hugging Face folder or a diffusers directory. "
+            "BUNDLE: the folder to write; an older bundle there is replaced.",
+        ),
+    ],
+    transformer: Annotated[Path | None, _part("A picture's transformer.", "INTAGLIO_TRANSFORMER")] = None,
+    text_encoder: Annotated[Path | None, _part("Its text encoder.", "INTAGLIO_TEXT_ENCODER")] = None,
+    vae: Annotated[Path | None, _part("Its VAE.", "INTAGLIO_VAE")] = None,
+    tokenizer: Annotated[Path | None, _part("The folder of its tokenizer.", "INTAGLIO_TOKENIZER")] = None,
     dtype: Annotated[
         str,
         typer.Option(
@@ -26,17 +52,35 @@ def export(
     stages: Annotated[
         str | None,
         typer.Option(
-            help="Graphs, comma-separated: generate, score, encode (hidden states only). Default: generate,score."
+            help="Graphs, comma-separated: generate, score, encode (hidden states only; not by default); of pictures "
+            "text_encoder, transformer, vae_decoder, vae_encoder, …"
         ),
     ] = None,
     hidden_states: Annotated[
         str | None,
-        typer.Option(help="Layers whose hidden states become outputs, comma-separated; 0 is the embeddings."),
+        typer.Option(
+            help="Layers whose hidden states become outputs, comma-separated; 0 is the embeddings. Of a picture's text "
+            "encoder, those that make the conditioning (9,18,27)."
+        ),
+    ] = None,
+    text_length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that a picture's prompt is padded to (512).")
+    ] = None,
+    distilled: Annotated[
+        bool | None,
+        typer.Option(
+            "--distilled/--not-distilled", help="Whether the transformer was distilled, so takes no guidance."
+        ),
     ] = None,
     config: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Set or override a configuration key; repeatable."),
+        typer.Option(
+            metavar="KEY=VALUE", help="Set or override a configuration key (of pictures transformer.KEY); repeatable."
+        ),
     ] = None,
+    pack_ternary: Annotated[
+        bool, typer.Option("--pack-ternary", help="Pack dense weights that are exactly ternary; refuse others.")
+    ] = False,
     taps: Annotated[bool, typer.Option("--taps", help="Make every named point of the graph an output.")] = False,
     allow_unused: Annotated[
         bool, typer.Option("--allow-unused", help="Go on past tensors that the architecture does not know.")
@@ -45,14 +89,29 @@ def export(
     quiet: Quiet = False,
 ) -> None:
     """Turn a checkpoint into a bundle: portable ONNX graphs, packed weights, tokenizer."""
+    if len(paths) > 2:
+        raise InputError(f"{len(paths)} paths are given; expected [SOURCE] BUNDLE")
+    source, bundle = (paths[0] if len(paths) == 2 else None), paths[-1]
+    parts = {"transformer": transformer, "text_encoder": text_encoder, "vae": vae, "tokenizer": tokenizer}
+    if source is None:
+        parts = {name: _from_environment(name, path, quiet=quiet) for name, path in parts.items()}
+        if not any(parts.values()):
+            raise InputError(
+                f"only {bundle} is given; name a SOURCE to export from, or --transformer, --text-encoder, --vae and "
+                "--tokenizer of a picture pipeline"
+            )
     with progress_bar(quiet=quiet) as progress:
         result = intaglio.export(
             source,
             bundle,
+            **parts,
             dtype=dtype,
             stages=stages.split(",") if stages else None,
             hidden_states=_integers(hidden_states),
+            text_length=text_length,
+            is_distilled=distilled,
             config=dict(map(_setting, config or [])),
+            pack_ternary=pack_ternary,
             taps=taps,
             allow_unused=allow_unused,
             dry_run=dry_run,
@@ -60,15 +119,29 @@ def export(
         )
     done = "would write" if dry_run else "wrote"
     say(
-        f"{done} {bundle}: {result.architecture}, stages {', '.join(result.stages)}, in {result.dtype}, "
+        f"{done} {bundle}: {', '.join(component.architecture for component in result.components.values())}, "
+        f"stages {', '.join(result.stages)}, in {result.dtype}, "
         f"{human_bytes(result.weights.bytes)} of weights",
         quiet=quiet,
     )
     if flushed := result.weights.flushed_to_zero:
         say(f"{flushed} weights are too small for {result.dtype} and became zero", quiet=quiet)
-    if result.unused_tensors:
-        names = ", ".join(result.unused_tensors[:10]) + (", …" if len(result.unused_tensors) > 10 else "")
-        say(f"not used: {len(result.unused_tensors)} tensors ({names})", quiet=quiet)
+    for component in result.components.values():
+        if unused := component.unused_tensors:
+            names = ", ".join(unused[:10]) + (", …" if len(unused) > 10 else "")
+            say(f"{component.architecture}: not used: {len(unused)} tensors ({names})", quiet=quiet)
+
+
+def _from_environment(name: str, path: Path | None, *, quiet: bool) -> Path | None:
+    """``path``, else what the environment says, else what ``.env`` in the working folder says."""
+    if path is not None:
+        return path
+    variable = _VARIABLES[name]
+    for where, values in (("the environment", os.environ), (".env", dotenv_values(".env"))):
+        if value := values.get(variable):
+            say(f"{name.replace('_', ' ')}: {value}, as {variable} in {where} says", quiet=quiet)
+            return Path(value)
+    return None
 
 
 def _integers(text: str | None) -> list[int]:

@@ -147,14 +147,21 @@ def _bundle(path: Path, as_json: bool) -> None:
     print_table(
         f"{path}: bundle for {bundle.kind}, written by intaglio {bundle.intaglio_version}", ("key", "value"),
         [
-            ("architecture", bundle.architecture),
             ("dtype", bundle.dtype),
-            *((key, value) for key, value in bundle.config.items()),
             ("weights", human_bytes(bundle.weights.bytes)),
-            ("source", ", ".join(f"{f.name} ({human_bytes(f.bytes)})" for f in bundle.source.files)),
             ("chat template", bool(bundle.tokenizer and bundle.tokenizer.has_chat_template)),
+            *(bundle.text_to_image or ()),
         ],
     )  # fmt: skip
+    for role, component in bundle.components.items():
+        print_table(
+            f"\n{role.replace('_', ' ')}", ("key", "value"),
+            [
+                ("architecture", component.architecture),
+                *((key, value) for key, value in component.config.items()),
+                ("source", ", ".join(f"{f.name} ({human_bytes(f.bytes)})" for f in component.source.files)),
+            ],
+        )  # fmt: skip
     print_table(
         "\nstages", ("stage", "inputs", "outputs"),
         [
@@ -167,10 +174,14 @@ def _bundle(path: Path, as_json: bool) -> None:
         [(n, d.min, "" if d.opt is None else d.opt, d.max, d.expression or "") for n, d in bundle.dims.items()],
     )  # fmt: skip
     print_table(
-        "\nweights", ("storage", "tensors", "bits", "group size", "zero point", "offsets"),
+        "\nweights", ("of", "storage", "tensors", "bits", "group size", "zero point", "offsets"),
         [
-            (q.storage, q.tensors, q.bits, _or_blank(q.group_size), _or_blank(q.zero_point), q.has_offsets)
-            for q in bundle.quantization
+            (
+                role.replace("_", " "), q.storage, q.tensors, q.bits, _or_blank(q.group_size), _or_blank(q.zero_point),
+                q.has_offsets,
+            )
+            for role, component in bundle.components.items()
+            for q in component.quantization
         ],
     )  # fmt: skip
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from intaglio.errors import CheckpointError
 from intaglio.exporters.checkpoints import mlx
+from intaglio.exporters.checkpoints.json_file import no_duplicates, read_json
 from intaglio.exporters.checkpoints.tensors import (
     Checkpoint,
     CheckpointTensor,
@@ -28,8 +29,6 @@ from intaglio.exporters.checkpoints.tensors import (
 
 # The published limit of the format; a larger length is not a header.
 _MAX_HEADER = 100_000_000
-# A configuration or an index. JSON can take thirty times its size in memory.
-_MAX_SIDE_FILE = 16 << 20
 # JSON takes up to so many bytes in memory for each of its own (a list in a list: 88 for two). A real header is
 # far below the part of its file that this allows.
 _PARSED = 48
@@ -58,7 +57,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 
 def open_file(path: Path) -> Checkpoint:
     """One safetensors file. A ``config.json`` beside it is taken as its configuration."""
-    config = _read_json(path.parent / "config.json") if (path.parent / "config.json").is_file() else {}
+    config = read_json(path.parent / "config.json") if (path.parent / "config.json").is_file() else {}
     return _checkpoint(path, [path], [_read_file(path)], config)
 
 
@@ -79,7 +78,7 @@ def open_directory(path: Path, index: Path | None = None) -> Checkpoint:
     Raises CheckpointError if a shard is missing, lies outside the folder, or does not hold what the index
     says; if two files hold the same tensor; or if there are several files and no index.
     """
-    config = _read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
     if index is None:
         found = sorted(path.glob("*.safetensors.index.json"))
         if len(found) > 1:
@@ -100,7 +99,7 @@ def open_directory(path: Path, index: Path | None = None) -> Checkpoint:
 
 
 def _read_shards(folder: Path, index: Path) -> dict[Path, _File]:
-    content = _read_json(index)
+    content = read_json(index)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError(f"{index}: has no `weight_map` from tensor names to file names")
@@ -155,7 +154,7 @@ def _read_file(path: Path) -> _File:
             "twice the file and 64 MiB; no model's does, so it is damaged"
         )
     try:
-        header = json.loads(file.read(8, length), object_pairs_hook=_no_duplicates)
+        header = json.loads(file.read(8, length), object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: the header is not the JSON of a safetensors file ({error})") from error
     if not isinstance(header, dict):
@@ -221,25 +220,3 @@ def _check_spans(path: Path, spans: list[tuple[int, int, str]], size: int) -> No
         position, previous = max(position, end), name
     if position > size:
         raise CheckpointError(f"{path}: the data has {size} bytes, the tensors end at {position}")
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"the key {key!r} stands twice")
-        result[key] = value
-    return result
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        size = path.stat().st_size
-        if size > _MAX_SIDE_FILE:
-            raise CheckpointError(f"{path}: has {size} bytes, expected at most {_MAX_SIDE_FILE} of JSON")
-        content = json.loads(path.read_bytes(), object_pairs_hook=_no_duplicates)
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: is a JSON {type(content).__name__}, expected an object")
-    return content

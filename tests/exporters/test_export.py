@@ -80,7 +80,7 @@ def test_bfloat16_and_float16_are_widened_exactly(tmp_path: Path) -> None:
         weights = {n: t.astype(dtype) for n, t in tiny_checkpoint.tensors().items()}
         folder = tiny_checkpoint.write(tmp_path / np.dtype(dtype).name, weights=weights)
         bundle = intaglio.export(folder, tmp_path / "bundle")
-        assert bundle.quantization[0].bits == 16
+        assert bundle.language_model.quantization[0].bits == 16
         graph = ir.load(tmp_path / "bundle" / "score.onnx").graph
         for name, expected in weights.items():
             np.testing.assert_array_equal(graph.initializers[name].const_value.numpy(), expected.astype(np.float32))
@@ -169,7 +169,7 @@ def test_config_can_be_set(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json: has no rope_theta.*--config rope_theta=VALUE"):
         intaglio.export(folder, tmp_path / "bundle")
     bundle = intaglio.export(folder, tmp_path / "bundle", config={"rope_theta": 500.0})
-    assert bundle.config["rope_theta"] == 500.0
+    assert bundle.language_model.config["rope_theta"] == 500.0
     with pytest.raises(ConfigError, match="rope_thet: llama does not read it; read are attention_bias"):
         intaglio.export(folder, tmp_path / "bundle", config={"rope_theta": 1.0, "rope_thet": 500.0})
 
@@ -239,11 +239,13 @@ def test_unused_tensors_are_an_error_or_listed(tmp_path: Path) -> None:
     folder = tiny_checkpoint.write(tmp_path / "checkpoint", weights=weights)
     with pytest.raises(WeightsError, match=r"extra\.weight"):
         intaglio.export(folder, tmp_path / "bundle")
-    assert intaglio.export(folder, tmp_path / "bundle", allow_unused=True).unused_tensors == ("extra.weight",)
+    assert intaglio.export(folder, tmp_path / "bundle", allow_unused=True).language_model.unused_tensors == (
+        "extra.weight",
+    )
     # A stored copy of a tied head is known, so it is listed without being asked.
     weights = {**tiny_checkpoint.tensors(), "lm_head.weight": np.zeros((260, 32), np.float32)}
     tiny_checkpoint.write(folder, weights=weights)
-    assert intaglio.export(folder, tmp_path / "bundle").unused_tensors == ("lm_head.weight",)
+    assert intaglio.export(folder, tmp_path / "bundle").language_model.unused_tensors == ("lm_head.weight",)
 
 
 def test_integer_weights_are_refused_by_name(tmp_path: Path) -> None:
@@ -416,13 +418,15 @@ def test_a_full_disk_is_one_clear_error(checkpoint: Path, tmp_path: Path) -> Non
         (lambda b: (b / "weights.data").unlink(), r"weights\.data named in bundle\.json are missing"),
         (lambda b: (b / "weights.data").write_bytes(b"x"), "has 1 bytes, expected"),
         (lambda b: (b / "bundle.json").write_text("{"), "damaged or of another schema version"),
-        (lambda b: _edit(b, schema_version=2), "schema_version.*another schema version"),
+        (lambda b: _edit(b, schema_version=1), "schema_version.*another schema version"),
         (lambda b: _edit(b, surprise=1), "surprise"),
         (lambda b: _edit(b, weights={**_read(b)["weights"], "file": "../../etc/passwd"}), r"weights\.file"),
         (lambda b: (b / "bundle.json").unlink(), r"holds no bundle\.json"),
         (lambda b: _edit(b, stages={"../../stolen": _read(b)["stages"]["score"]}), "stages"),
         (lambda b: _edit(b, stages={}), "stages"),
-        (lambda b: _edit(b, config={}), "vocab_size is None"),
+        (lambda b: _edit(b, components={"language_model": _component(b, config={})}), "vocab_size is None"),
+        (lambda b: _edit(b, components={"vae": _component(b)}), "has vae, which a bundle for text-generation has not"),
+        (lambda b: _edit(b, kind="text-to-image", components={"vae": _component(b)}), "text_to_image belongs"),
         (lambda b: _edit(b, dims={"batch": {"min": 1, "max": 2}}), "which dims lacks"),
         (lambda b: (b / "weights.data").rename(b / "w") and (b / "weights.data").symlink_to(b / "w"), "is a link"),
         (lambda b: _edit(b, dims={"batch": {"min": 4, "max": 2}}), "must rise"),
@@ -439,6 +443,10 @@ def test_damaged_bundles(damage: Any, message: str, checkpoint: Path, tmp_path: 
 
 def _read(bundle: Path) -> dict[str, Any]:
     return json.loads((bundle / "bundle.json").read_text())
+
+
+def _component(bundle: Path, **changes: Any) -> dict[str, Any]:
+    return {**_read(bundle)["components"]["language_model"], **changes}
 
 
 def _edit(bundle: Path, **changes: Any) -> None:

@@ -39,7 +39,7 @@ class Case:
 
     @property
     def vocab_size(self) -> int:
-        return self.engine.bundle.config["vocab_size"]
+        return self.engine.bundle.language_model.config["vocab_size"]
 
 
 # Made once each, whatever the order of the tests.
@@ -263,7 +263,7 @@ def test_encode_holds_only_the_layers_it_needs(tmp_path: Path, name: str, layers
     stated = set(oracle.state_dict())
     unneeded = {n for n in stated if n.startswith(tuple(f"model.layers.{i}." for i in range(depth, total)))}
     unneeded |= {"lm_head.weight"} | ({"model.norm.weight"} if depth < total else set())
-    assert set(engine.bundle.unused_tensors) == unneeded
+    assert set(engine.bundle.language_model.unused_tensors) == unneeded
     assert engine.bundle.weights.tensors == len(stated) - len(unneeded)
 
 
@@ -271,7 +271,7 @@ def test_encode_is_exported_only_when_it_is_asked_for(tmp_path: Path) -> None:
     TINY_MODELS[0].build(tmp_path / "checkpoint")
     bundle = intaglio.export(tmp_path / "checkpoint", tmp_path / "bundle", hidden_states=[1], dry_run=True)
     assert set(bundle.stages) == {"generate", "score"}
-    assert bundle.unused_tensors == ()
+    assert bundle.language_model.unused_tensors == ()
     with pytest.raises(InputError, match="--hidden-states"):
         intaglio.export(tmp_path / "checkpoint", tmp_path / "bundle", stages=["encode"])
 
@@ -304,8 +304,8 @@ def test_gguf_equals_the_dequantized_model(tmp_path: Path, written: TinyGGUF, re
     intaglio.export(tmp_path / "checkpoint" / "model.gguf", tmp_path / "bundle", stages=["generate"])
     intaglio.compile(tmp_path / "bundle")
     engine = open_engine(tmp_path / "bundle")
-    assert engine.bundle.unused_tensors == ()
-    matrices = [info for info in engine.bundle.quantization if info.storage == written.storage.name]
+    assert engine.bundle.language_model.unused_tensors == ()
+    matrices = [info for info in engine.bundle.language_model.quantization if info.storage == written.storage.name]
     group_size = {"F32": None, "Q6_K": 16, "TQ1_0": 256, "TQ2_0": 256}.get(written.storage.name, 32)
     assert [info.group_size for info in matrices] == [group_size]
     if written.name == "llama-biases-Q4_0":

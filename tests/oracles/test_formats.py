@@ -83,8 +83,8 @@ def check_outputs(checkpoint: Path, source: Source, values: dict[str, np.ndarray
     intaglio.export(checkpoint, folder, stages=["score"])
     intaglio.compile(folder)
     engine = open_engine(folder)
-    assert engine.bundle.unused_tensors == ()
-    ids = np.random.default_rng(3).integers(0, engine.bundle.config["vocab_size"], (2, 40))
+    assert engine.bundle.language_model.unused_tensors == ()
+    ids = np.random.default_rng(3).integers(0, engine.bundle.language_model.config["vocab_size"], (2, 40))
     feeds = {
         "input_ids": ids,
         "attention_mask": np.ones_like(ids),

@@ -80,7 +80,8 @@ def test_the_prompt_can_come_from_stdin(engine: Path) -> None:
 def test_json(engine: Path) -> None:
     report = json.loads(command_line("compile", engine, "--json").stdout)
     assert all(stage["from_cache"] for stage in report["stages"].values())
-    assert json.loads(command_line("inspect", engine, "--json").stdout)["architecture"] == "llama"
+    described = json.loads(command_line("inspect", engine, "--json").stdout)
+    assert described["components"]["language_model"]["architecture"] == "llama"
     assert "identities" in json.loads(command_line("inspect", engine / "engines" / "cpu", "--json").stdout)
     checkpoint = json.loads(command_line("inspect", engine.parent / "checkpoint", "--json").stdout)
     assert len(checkpoint["tensors"]) == 20
