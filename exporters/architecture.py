@@ -72,8 +72,8 @@ class Architecture:
     gguf_name: Callable[[str], str | None] = lambda name: None
     gguf_row_order: Callable[[str, int, Any], np.ndarray | None] = lambda name, rows, config: None
     recognize: Callable[[Checkpoint], ConfigKeys | None] = lambda checkpoint: None
-    respell: Callable[[Mapping[str, CheckpointTensor], Any], Mapping[str, CheckpointTensor]] = (
-        lambda tensors, config: tensors
+    respell: Callable[[Mapping[str, CheckpointTensor], Any], Mapping[str, CheckpointTensor]] = lambda tensors, config: (
+        tensors
     )
 
     @property
