@@ -92,6 +92,14 @@ class ConfigKeys:
             raise self.wrong(key, f"is {shown(value)}, expected a number {least}")
         return float(value)
 
+    def integers(self, key: str, *, minimum: int = 1) -> tuple[int, ...]:
+        """A list, not empty, of integers as :meth:`integer` takes them."""
+        value = self._get(key, _REQUIRED)
+        good = isinstance(value, list | tuple) and value and all(type(item) is int for item in value)
+        if not good or not all(minimum <= item <= _MAX_INTEGER for item in value):
+            raise self.wrong(key, f"is {shown(value)}, expected a list of integers from {minimum} to {_MAX_INTEGER}")
+        return tuple(value)
+
     def boolean(self, key: str, *, absent: Any = _REQUIRED) -> bool:
         """A boolean."""
         value = self._get(key, absent)

@@ -9,7 +9,10 @@ Parameter names are those of transformers' ``Qwen3ForCausalLM``.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -17,6 +20,7 @@ from onnxscript import OpBuilder, nn
 
 from intaglio.exporters.architecture import Architecture
 from intaglio.exporters.checkpoints.gguf_decoder import decoder_config, decoder_name
+from intaglio.exporters.checkpoints.tensors import Checkpoint, CheckpointTensor
 from intaglio.exporters.config import ConfigKeys, RopeScaling, check_heads, rope_parameters, window_layers
 from intaglio.exporters.layers.attention import (
     append_to_cache,
@@ -211,10 +215,51 @@ def _unneeded(name: str, config: Qwen3Config) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
 
 
+# What no tensor tells, of the two models that serve as text encoders, by layers, hidden_size, heads, key-value heads,
+# head_dim, intermediate_size and vocab_size: the config.json of Qwen/Qwen3-4B and Qwen/Qwen3-8B, which agree.
+_PUBLISHED = {(36, 2560, 32, 8, 128, 9728, 151936), (36, 4096, 32, 8, 128, 12288, 151936)}
+_CONSTANTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960}
+
+
+def _respell(tensors: Mapping[str, CheckpointTensor], config: Qwen3Config | None) -> dict[str, CheckpointTensor]:
+    """A model saved without its head, as text encoders are, has no ``model.`` before its names."""
+    bare = "embed_tokens.weight" in tensors
+    return {f"model.{name}" if bare and name != "lm_head.weight" else name: t for name, t in tensors.items()}
+
+
+def _recognize(checkpoint: Checkpoint) -> ConfigKeys | None:
+    """The configuration of a Qwen3 that comes without one; only norms of queries and keys are its own."""
+    tensors = _respell(checkpoint.tensors, None)
+    first = "model.layers.0."
+    names = {
+        "vocab_size": "model.embed_tokens",
+        "hidden_size": f"{first}input_layernorm",
+        "intermediate_size": f"{first}mlp.gate_proj",
+        "head_dim": f"{first}self_attn.q_norm",
+        "num_attention_heads": f"{first}self_attn.q_proj",
+        "num_key_value_heads": f"{first}self_attn.k_proj",
+    }
+    shapes = {key: tensors[f"{name}.weight"].shape for key, name in names.items() if f"{name}.weight" in tensors}
+    if len(shapes) < len(names) or not all(shape and shape[0] for shape in shapes.values()):
+        return None
+    values: dict[str, Any] = {key: shape[0] for key, shape in shapes.items()}
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        values[key] //= values["head_dim"]
+    values["num_hidden_layers"] = sum(
+        re.fullmatch(r"model\.layers\.\d+\.input_layernorm\.weight", n) is not None for n in tensors
+    )
+    order = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    if tuple(values[key] for key in (*order, "intermediate_size", "vocab_size")) in _PUBLISHED:
+        values |= _CONSTANTS
+    values["tie_word_embeddings"] = "lm_head.weight" not in tensors
+    values["attention_bias"] = f"{first}self_attn.q_proj.bias" in tensors
+    return ConfigKeys({**values, **checkpoint.config}, f"{checkpoint.path} (without a config.json)")
+
+
 ARCHITECTURE = Architecture(
     roles=("language_model", "text_encoder"),
     model_types=("qwen3",),
-    class_names=("Qwen3ForCausalLM",),
+    class_names=("Qwen3ForCausalLM", "Qwen3Model"),
     gguf_architectures=("qwen3",),
     read_config=Qwen3Config.from_keys,
     build=Qwen3ForCausalLM,
@@ -223,4 +268,6 @@ ARCHITECTURE = Architecture(
     gguf_config=decoder_config,
     gguf_name=decoder_name,
     unneeded=_unneeded,
+    recognize=_recognize,
+    respell=_respell,
 )

@@ -16,10 +16,11 @@ def causal_mask(
     """The boolean mask of all layers with one window, ``[B, 1, S, T]``: True where a query may see a key.
 
     A query sees the valid keys up to its own position, of those only the last ``sliding_window`` (itself
-    included), and always itself: a padding row would otherwise see nothing, and its softmax would be NaN.
+    included). One that would see nothing, and whose softmax would be NaN, sees itself. With a cache every query sees
+    itself, which is cheaper: there nothing reads a padding row, while text encoders hand theirs on.
     """
-    keys_T = _count_up(op, op.Shape(attention_mask_BT, start=1, end=2))
-    queries_S = _count_up(op, op.Shape(input_ids_BS, start=1, end=2))
+    keys_T = count_up(op, op.Shape(attention_mask_BT, start=1, end=2))
+    queries_S = count_up(op, op.Shape(input_ids_BS, start=1, end=2))
     if past_key is not None:
         queries_S = op.Add(queries_S, op.Shape(past_key, start=2, end=3))
     queries_S1 = op.Unsqueeze(queries_S, [-1])
@@ -28,10 +29,15 @@ def causal_mask(
         causal_ST = op.And(causal_ST, op.Greater(keys_T, op.Sub(queries_S1, sliding_window)))
     itself_ST = op.Equal(keys_T, queries_S1)
     valid_B11T = op.Unsqueeze(op.Cast(attention_mask_BT, to=ir.DataType.BOOL), [1, 2])
-    return op.And(causal_ST, op.Or(valid_B11T, itself_ST))
+    if past_key is not None:
+        return op.And(causal_ST, op.Or(valid_B11T, itself_ST))
+    seen_B1ST = op.And(causal_ST, valid_B11T)
+    blind_B1S1 = op.Equal(op.ReduceMax(op.Cast(seen_B1ST, to=ir.DataType.INT32), [-1]), 0)
+    return op.Or(seen_B1ST, op.And(itself_ST, blind_B1S1))
 
 
-def _count_up(op: OpBuilder, length: ir.Value) -> ir.Value:
+def count_up(op: OpBuilder, length: ir.Value) -> ir.Value:
+    """``0, 1, …`` up to ``length`` ``[1]``, int64."""
     # Not Range: tract cannot tell how long its result is.
     return op.Sub(op.CumSum(op.Expand([1], length), 0), 1)
 
@@ -56,10 +62,10 @@ def attention(
     query_BHSE: ir.Value,
     key_BKTE: ir.Value,
     value_BKTE: ir.Value,
-    mask: ir.Value,
+    mask: ir.Value | None,
     scale: float,
 ) -> ir.Value:
-    """Softmax attention with grouped heads (H a multiple of K) under a boolean mask: ``[B, H, S, E]``.
+    """Softmax attention with grouped heads (H a multiple of K), under a boolean mask if any: ``[B, H, S, E]``.
 
     In the dtype of its inputs, but for the softmax, which is float32.
     """

@@ -2,8 +2,9 @@
 
 ``generate`` is prefill and decode with a key-value cache; its logits are those of the last position only,
 since the head over a whole prompt is the largest tensor of a run and nothing reads it. ``score`` has no
-cache and gives the logits of every position. ``encode`` gives chosen hidden states only, as text encoders do:
-it stops at the last layer that they need.
+cache and gives the logits of every position. ``encode`` gives chosen hidden states only: it stops at the last layer
+that they need. ``text_encoder`` is that for pipelines that draw: it counts positions itself, padding included, and
+joins the hidden states to one conditioning.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from onnxscript import OpBuilder, nn
 from intaglio.exporters.architecture import Input, Stage
 from intaglio.exporters.bundle import Dim
 from intaglio.exporters.config import RopeScaling, context_length
+from intaglio.exporters.layers.attention import count_up
+from intaglio.exporters.layers.taps import forget_taps, tap
 
 # Past keys and values of each layer, both [B, K, P, E].
 Cache = list[tuple[ir.Value, ir.Value]]
@@ -45,8 +48,8 @@ def decoder_stages(config: DecoderConfig, hidden_state_layers: tuple[int, ...], 
     The model returns logits, the new cache, and its hidden states: the embeddings, the output of each layer but
     the last, and the final norm's output, as transformers numbers them. Those named in ``hidden_state_layers``
     become outputs. Its ``model`` runs a given number of layers: ``(input_ids, …, past, depth)``. The stage
-    ``encode`` is there if hidden states are, and is exported when it is asked for. The cache has the graph's
-    ``dtype``, logits are float32.
+    ``encode`` and ``text_encoder`` are there if hidden states are, and are exported when they are asked for. The cache
+    has the graph's ``dtype``, logits are float32.
     """
     cache_shape = ("batch", config.num_key_value_heads, "past_sequence", config.head_dim)
     present_shape = ("batch", config.num_key_value_heads, "total_sequence", config.head_dim)
@@ -81,12 +84,27 @@ def decoder_stages(config: DecoderConfig, hidden_state_layers: tuple[int, ...], 
         hidden_states, _ = model.model(op, *tokens, None, depth)
         return {f"hidden_states.{layer}": hidden_states[layer] for layer in hidden_state_layers}
 
+    def text_encoder(model: Any, op: OpBuilder, x: Mapping[str, ir.Value]) -> dict[str, ir.Value]:
+        ids_BS = x["input_ids"]
+        positions_S = count_up(op, op.Shape(ids_BS, start=1, end=2))
+        position_ids_BS = op.Expand(op.Unsqueeze(positions_S, [0]), op.Shape(ids_BS))
+        position_ids_BS.shape = ids_BS.shape
+        hidden_states, _ = model.model(op, ids_BS, x["attention_mask"], position_ids_BS, None, max(hidden_state_layers))
+        forget_taps(op.builder.graph)  # of all layers at once they are larger than the model's weights are
+        for layer in sorted({0, 1, *hidden_state_layers}):
+            if layer < len(hidden_states):
+                tap(hidden_states[layer], f"te_hidden_{layer}")
+        return {"prompt_embeds": op.Concat(*(hidden_states[layer] for layer in hidden_state_layers), axis=-1)}
+
     stages = {
         "generate": Stage((*_token_inputs("total_sequence"), *cache_inputs), generate),
         "score": Stage(_token_inputs("sequence"), score),
     }
     if hidden_state_layers:
         stages["encode"] = Stage(_token_inputs("sequence"), encode, by_default=False)
+        tokens = ("batch", "text_tokens")
+        text_inputs = tuple(Input(name, ir.DataType.INT64, tokens) for name in ("input_ids", "attention_mask"))
+        stages["text_encoder"] = Stage(text_inputs, text_encoder, by_default=False)
     return stages
 
 
@@ -106,4 +124,5 @@ def decoder_dims(config: DecoderConfig) -> dict[str, Dim]:
         "sequence": Dim(min=1, opt=1, max=context),
         "past_sequence": Dim(min=0, opt=min(512, context - 1), max=context - 1),
         "total_sequence": Dim(min=1, max=context, expression="past_sequence + sequence"),
+        "text_tokens": Dim(min=1, opt=min(512, context), max=context),
     }

@@ -8,6 +8,11 @@ from onnxscript import OpBuilder, nn
 from intaglio.exporters.layers.linear import Linear
 
 
+def silu(op: OpBuilder, x: ir.Value) -> ir.Value:
+    """``x * sigmoid(x)``."""
+    return op.Mul(x, op.Sigmoid(x))
+
+
 class SwiGLU(nn.Module):
     """``down_proj(silu(gate_proj(x)) * up_proj(x))`` (https://arxiv.org/abs/2002.05202)."""
 
@@ -19,5 +24,4 @@ class SwiGLU(nn.Module):
 
     def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
         gate = self.gate_proj(op, x)
-        silu = op.Mul(gate, op.Sigmoid(gate))
-        return self.down_proj(op, op.Mul(silu, self.up_proj(op, x)))
+        return self.down_proj(op, op.Mul(silu(op, gate), self.up_proj(op, x)))

@@ -1,8 +1,11 @@
-"""Rotary position embeddings over one axis (https://arxiv.org/abs/2104.09864) and their published scalings."""
+"""Rotary position embeddings (https://arxiv.org/abs/2104.09864): over one axis, with the published scalings, and
+over several.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -110,3 +113,30 @@ def _yarn(inv_freq: np.ndarray, rope_theta: float, scaling: YarnScaling) -> np.n
 def apply_rotary(op: OpBuilder, x_BHSE: ir.Value, cos: ir.Value, sin: ir.Value) -> ir.Value:
     """Rotates the halves of each head (the layout of transformers, not the interleaved one of GGUF)."""
     return op.RotaryEmbedding(x_BHSE, cos, sin, interleaved=0)
+
+
+class MultiAxisRotaryEmbedding(DtypeModule):
+    """Cosines and sines for positions on several axes: axis ``a`` turns ``axes_dims[a]`` numbers of each head.
+
+    Angles are float32; their cosines and sines are rounded once to the graph's dtype.
+    """
+
+    def __init__(self, axes_dims: Sequence[int], rope_theta: float) -> None:
+        super().__init__()
+        # In float64, as the angles of the one-axis embedding.
+        omega = [rope_theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim) for dim in axes_dims]
+        self._omega = np.concatenate(omega).astype(np.float32)
+        self._axes = np.repeat(np.arange(len(axes_dims)), [dim // 2 for dim in axes_dims])
+
+    def forward(self, op: OpBuilder, ids_BSA: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """``cos`` and ``sin`` ``[B, S, E / 2]`` in the graph's dtype, of int64 ``[B, S, axes]``."""
+        axes = op.initializer(ir.tensor(self._axes, name="axes"))
+        omega = op.initializer(ir.tensor(self._omega, name="omega"))
+        # Gathered and multiplied: a product of matrices would be rounded where a GPU takes TF32 for it.
+        angles = op.Mul(op.Cast(op.Gather(ids_BSA, axes, axis=-1), to=ir.DataType.FLOAT), omega)
+        return cast(op, op.Cos(angles), self.dtype), cast(op, op.Sin(angles), self.dtype)
+
+
+def apply_interleaved_rotary(op: OpBuilder, x_BHSE: ir.Value, cos: ir.Value, sin: ir.Value) -> ir.Value:
+    """Rotates neighbouring pairs of each head: number ``2 i`` with ``2 i + 1`` by angle ``i``."""
+    return op.RotaryEmbedding(x_BHSE, cos, sin, interleaved=1)

@@ -26,3 +26,10 @@ def taps(graph: ir.Graph) -> dict[str, ir.Value]:
     return {
         value.metadata_props[_TAP]: value for node in graph for value in node.outputs if _TAP in value.metadata_props
     }
+
+
+def forget_taps(graph: ir.Graph) -> None:
+    """Unmarks all taps that a graph has so far, for a stage that names its own."""
+    for node in graph:
+        for value in node.outputs:
+            value.metadata_props.pop(_TAP, None)

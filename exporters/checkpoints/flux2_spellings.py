@@ -1,0 +1,221 @@
+"""How files spell a FLUX.2 transformer: the names of its tensors and where its configuration is found.
+
+The architecture's own spelling is diffusers'. Black Forest Labs' single files (used by ComfyUI too, under a prefix)
+fuse q, k and v and store the last modulation as shift, scale; mflux leaves two names shorter; GGUF files of the
+architecture ``bonsai-image`` (oxibonsai) name quantized modules without ``.weight``. Sources:
+https://github.com/black-forest-labs/flux2, https://github.com/filipstrand/mflux, https://github.com/cool-japan/oxibonsai
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from intaglio.errors import ConfigError
+from intaglio.exporters.checkpoints.mlx import UnresolvedMlxTensor, with_width
+from intaglio.exporters.checkpoints.tensors import Checkpoint, CheckpointTensor, reorder_rows
+from intaglio.exporters.config import ConfigKeys
+
+_PREFIX = "model.diffusion_model."
+_MODULES = {
+    "img_in": "x_embedder",
+    "txt_in": "context_embedder",
+    "time_in.in_layer": "time_guidance_embed.timestep_embedder.linear_1",
+    "time_in.out_layer": "time_guidance_embed.timestep_embedder.linear_2",
+    "guidance_in.in_layer": "time_guidance_embed.guidance_embedder.linear_1",
+    "guidance_in.out_layer": "time_guidance_embed.guidance_embedder.linear_2",
+    "double_stream_modulation_img.lin": "double_stream_modulation_img.linear",
+    "double_stream_modulation_txt.lin": "double_stream_modulation_txt.linear",
+    "single_stream_modulation.lin": "single_stream_modulation.linear",
+    "final_layer.linear": "proj_out",
+    # mflux
+    "time_guidance_embed.linear_1": "time_guidance_embed.timestep_embedder.linear_1",
+    "time_guidance_embed.linear_2": "time_guidance_embed.timestep_embedder.linear_2",
+}
+# Inside a block: the kind of block as it is spelled, its module there, and diffusers' module.
+_BLOCK_MODULES = {
+    "double_blocks": {
+        "img_attn.norm.query_norm": "attn.norm_q",
+        "img_attn.norm.key_norm": "attn.norm_k",
+        "txt_attn.norm.query_norm": "attn.norm_added_q",
+        "txt_attn.norm.key_norm": "attn.norm_added_k",
+        "img_attn.proj": "attn.to_out.0",
+        "txt_attn.proj": "attn.to_add_out",
+        "img_mlp.0": "ff.linear_in",
+        "img_mlp.2": "ff.linear_out",
+        "txt_mlp.0": "ff_context.linear_in",
+        "txt_mlp.2": "ff_context.linear_out",
+    },
+    "single_blocks": {
+        "linear1": "attn.to_qkv_mlp_proj",
+        "linear2": "attn.to_out",
+        "norm.query_norm": "attn.norm_q",
+        "norm.key_norm": "attn.norm_k",
+    },
+    # mflux
+    "transformer_blocks": {"attn.to_out": "attn.to_out.0"},
+}
+_BLOCKS = {"double_blocks": "transformer_blocks", "single_blocks": "single_transformer_blocks"}
+# Fused in one tensor of Black Forest Labs' files, a third of the rows each.
+_FUSED = {
+    "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+}
+_SWAPPED = {"final_layer.adaLN_modulation.1": "norm_out.linear"}
+
+# GGUF key after ``bonsai-image.`` -> published key. The format requires all of them.
+_GGUF_KEYS = {
+    "num_layers": "num_layers",
+    "num_single_layers": "num_single_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_dim": "attention_head_dim",
+    "joint_attention_dim": "joint_attention_dim",
+    "in_channels": "in_channels",
+    "mlp_ratio": "mlp_ratio",
+    "rope.theta": "rope_theta",
+    "rope.axes_dims": "axes_dims_rope",
+    "guidance_embeds": "guidance_embeds",
+}
+# What no tensor tells is the same in all published models: the config.json of black-forest-labs/FLUX.2-dev and
+# FLUX.2-klein-4B, and model.py of github.com/black-forest-labs/flux2.
+_COMMON = {"patch_size": 1, "axes_dims_rope": [32, 32, 32, 32], "rope_theta": 2000, "eps": 1e-6}
+_WIDTHS = ("num_layers", "num_single_layers", "num_attention_heads", "joint_attention_dim", "guidance_embeds")
+_SHARED = {
+    "attention_head_dim": 128,
+    "in_channels": 128,
+    "out_channels": 128,
+    "timestep_guidance_channels": 256,
+    "mlp_ratio": 3.0,
+}
+_PUBLISHED = [
+    dict(zip(_WIDTHS, widths, strict=True)) | _SHARED
+    for widths in (
+        (5, 20, 24, 7680, False),  # klein 4B
+        (8, 24, 32, 12288, False),  # klein 9B
+        (8, 48, 48, 15360, True),  # dev
+    )
+]
+
+
+class _Widths(Protocol):
+    @property
+    def hidden_size(self) -> int: ...
+
+
+def respell_flux2(tensors: Mapping[str, CheckpointTensor], config: _Widths) -> dict[str, CheckpointTensor]:
+    """The tensors under diffusers' names, fused ones taken apart; names that no spelling has stay as they are."""
+    result: dict[str, CheckpointTensor] = {}
+    for name, tensor in tensors.items():
+        stem, _, part = name.removeprefix(_PREFIX).rpartition(".")
+        block, inner = _in_block(stem)
+        if inner in _FUSED and block.startswith("double_blocks."):
+            # The input width settles how a quantized tensor is packed, which its parts must know.
+            tensor = with_width(tensor, (tensor.shape[0], config.hidden_size))
+            for target, rows in zip(_FUSED[inner], np.split(np.arange(tensor.shape[0]), 3), strict=True):
+                result[f"{_block_name(block)}.{target}.{part}"] = reorder_rows(tensor, rows)
+        elif stem in _SWAPPED:
+            tensor = with_width(tensor, (tensor.shape[0], config.hidden_size))
+            shift, scale = np.split(np.arange(tensor.shape[0]), 2)
+            result[f"{_SWAPPED[stem]}.{part}"] = reorder_rows(tensor, np.concatenate([scale, shift]))
+        else:
+            result[_renamed(name)] = tensor
+    return result
+
+
+def _in_block(stem: str) -> tuple[str, str]:
+    """``("double_blocks.3", "img_mlp.0")``; the first is empty outside blocks."""
+    match = re.fullmatch(r"((?:double|single|transformer)_blocks\.\d+)\.(.+)", stem)
+    return (match[1], match[2]) if match else ("", stem)
+
+
+def _block_name(block: str) -> str:
+    kind, _, index = block.partition(".")
+    return f"{_BLOCKS.get(kind, kind)}.{index}"
+
+
+def _renamed(name: str) -> str:
+    """The name in diffusers' spelling of a tensor that is stored as diffusers stores it."""
+    stem, _, part = name.removeprefix(_PREFIX).rpartition(".")
+    block, inner = _in_block(stem)
+    if not block:
+        return f"{_MODULES[stem]}.{part}" if stem in _MODULES else name.removeprefix(_PREFIX)
+    modules = _BLOCK_MODULES[block.partition(".")[0]]
+    if inner not in modules:
+        return name.removeprefix(_PREFIX)
+    # The weight of a norm is named scale there; MLX's quantized modules have scales.
+    return f"{_block_name(block)}.{modules[inner]}.{'weight' if part == 'scale' else part}"
+
+
+def flux2_gguf_name(name: str) -> str | None:
+    """The name of a GGUF tensor with the ``.weight`` that files leave out for quantized modules."""
+    return None if name.endswith((".weight", ".scale", ".bias")) else f"{name}.weight"
+
+
+def recognize_flux2(checkpoint: Checkpoint) -> ConfigKeys | None:
+    """The configuration of a FLUX.2 file that comes without one, from the shapes of its tensors; None for others.
+
+    What shapes do not tell is filled in for the published models only. Of any other geometry it is left out, so that
+    whoever asks for it says what is missing.
+    """
+    tensors = {_renamed(name): tensor for name, tensor in checkpoint.tensors.items()}
+    # The modulation shared by all blocks is FLUX.2's own.
+    if not {"single_stream_modulation.linear.weight", "context_embedder.weight", "x_embedder.weight"} <= tensors.keys():
+        return None
+    values = _geometry(tensors)
+    for published in _PUBLISHED:
+        if all(published[key] == value for key, value in values.items()) and {*_WIDTHS} <= {*values}:
+            values = {**published, **_COMMON}
+            break
+    return ConfigKeys({**values, **checkpoint.config}, f"{checkpoint.path} (without a config.json)")
+
+
+def _geometry(tensors: Mapping[str, CheckpointTensor]) -> dict[str, Any]:
+    """The keys that shapes tell. Tensors that are missing, or packed so that their width is open, tell nothing."""
+
+    def size(name: str, axis: int) -> int:
+        tensor = tensors.get(f"{name}.weight")
+        if tensor is None or len(tensor.shape) <= axis or (axis and isinstance(tensor, UnresolvedMlxTensor)):
+            return 0
+        return tensor.shape[axis]
+
+    def count(pattern: str) -> int:
+        return sum(re.fullmatch(pattern, name) is not None for name in tensors)
+
+    width, head_dim = size("x_embedder", 0), size("transformer_blocks.0.attn.norm_q", 0)
+    values: dict[str, Any] = {
+        "num_layers": count(r"transformer_blocks\.\d+\.ff\.linear_in\.weight"),
+        "num_single_layers": count(r"single_transformer_blocks\.\d+\.attn\.to_out\.weight"),
+        "attention_head_dim": head_dim,
+        "num_attention_heads": width // head_dim if head_dim else 0,
+        "in_channels": size("x_embedder", 1),
+        "out_channels": size("proj_out", 0),
+        "joint_attention_dim": size("context_embedder", 1),
+        "timestep_guidance_channels": size("time_guidance_embed.timestep_embedder.linear_1", 1),
+        "mlp_ratio": size("transformer_blocks.0.ff.linear_in", 0) / 2 / width if width else 0,
+    }
+    known = {key: value for key, value in values.items() if value}
+    return known | {"guidance_embeds": bool(size("time_guidance_embed.guidance_embedder.linear_1", 0))}
+
+
+def flux2_gguf_config(checkpoint: Checkpoint) -> ConfigKeys:
+    """The configuration of a GGUF file of the architecture ``bonsai-image``, checked against its tensors.
+
+    The format has ten keys; it means a patch size of 1 and an eps of 1e-6. Raises ConfigError.
+    """
+    source, metadata = str(checkpoint.path), checkpoint.metadata
+    spelling = {published: f"bonsai-image.{key}" for key, published in _GGUF_KEYS.items()}
+    if missing := [key for key in spelling.values() if key not in metadata]:
+        raise ConfigError(
+            f"{source}: has no {', '.join(missing)}, which every bonsai-image file has; convert the model again"
+        )
+    values = {published: metadata[key] for published, key in spelling.items()}
+    names = {name: flux2_gguf_name(name) or name for name in checkpoint.tensors}
+    told = _geometry({_renamed(names[name]): tensor for name, tensor in checkpoint.tensors.items()})
+    keys = ConfigKeys({**told, **values, "patch_size": 1, "eps": 1e-6}, source, spelling)
+    for key in values.keys() & told.keys():
+        if values[key] != told[key]:
+            raise keys.wrong(key, f"is {values[key]!r}, but the tensors are those of {told[key]!r}")
+    return keys
