@@ -178,7 +178,10 @@ def _check_hidden_states(config: Any, hidden_states: tuple[int, ...]) -> None:
     layers = getattr(config, "num_hidden_layers", None)
     for layer in hidden_states:
         if layers is not None and not 0 <= layer <= layers:
-            raise InputError(f"hidden states of layer {layer} are asked for; the model has 0 to {layers}")
+            raise InputError(
+                f"hidden states of layer {layer} are asked for; the model has 0 to {layers}. Name others with "
+                "--hidden-states"
+            )
 
 
 def _select(available: Mapping[str, Stage], stages: Sequence[str] | None, model: str) -> dict[str, Stage]:
