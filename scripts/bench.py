@@ -14,20 +14,30 @@ from intaglio.scripts.console import Json, Quiet, Target, Threads, print_json, p
 def bench(
     bundle: Annotated[Path, typer.Argument(help="A compiled bundle.")],
     target: Target = "cpu",
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 128,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write after it.")] = 64,
-    repeats: Annotated[int, typer.Option(min=1, help="Repetitions; medians are reported.")] = 5,
+    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt (128).")] = None,
+    new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to write after it (64).")] = None,
+    height: Annotated[int | None, typer.Option(min=16, help="Height of a picture (512).")] = None,
+    width: Annotated[int | None, typer.Option(min=16, help="Width of a picture (512).")] = None,
+    against: Annotated[
+        str | None, typer.Option(help="diffusers: its transformer of the same configuration, in turns with ours.")
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Repetitions (5, of pictures 3); medians are reported.")
+    ] = None,
     threads: Threads = 0,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure an engine: load, prefill and decode, beside a ceiling measured in the same run."""
+    """Measure an engine's stages, beside a ceiling measured in the same run."""
     with progress_bar(quiet=quiet) as progress:
         result = intaglio.bench(
             bundle,
             target,
             prompt_tokens=prompt_tokens,
             new_tokens=new_tokens,
+            height=height,
+            width=width,
+            against=against,
             repeats=repeats,
             threads=threads,
             progress=progress,

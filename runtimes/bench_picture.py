@@ -1,0 +1,180 @@
+"""Speed and memory of a picture pipeline's stages, beside a float32 product and a competitor in the same run."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from intaglio.engines.engine import Engine
+from intaglio.engines.memory import peak_rss_bytes, reset_peak_rss
+from intaglio.errors import InputError, RuntimeMissingError
+from intaglio.progress import Progress, ProgressCallback
+from intaglio.runtimes.images import check_size
+from intaglio.runtimes.latents import image_ids, text_ids
+from intaglio.runtimes.machine import Float32MatMul, describe_machine
+
+# Module that runs a competitor's transformer in a process of its own.
+COMPETITORS = {"diffusers": "intaglio.runtimes.competitors.diffusers_transformer"}
+_STAGES = ("text_encoder", "transformer", "vae_decoder", "vae_encoder")
+
+
+def bench_picture(
+    engine: Engine,
+    *,
+    height: int,
+    width: int,
+    against: str | None,
+    repeats: int,
+    threads: int,
+    progress: ProgressCallback | None,
+) -> dict[str, Any]:
+    """Times each stage that the bundle has; see :func:`intaglio.runtimes.bench.bench`."""
+    if repeats < 1:
+        raise InputError(f"repeats is {repeats}, expected at least 1")
+    check_size(height, width)
+    stages = [stage for stage in _STAGES if stage in engine.bundle.stages]
+    if against is not None and "transformer" not in stages:
+        raise InputError(f"{engine.bundle_path}: has no transformer to compare with {against}'s")
+    count = Progress(progress, "bench", repeats * len(stages), "runs")
+    product = Float32MatMul(threads or os.cpu_count() or 1)
+    speeds: list[float] = []
+    rows = []
+    for stage in stages:
+        reset_peak_rss()
+        started = time.perf_counter()
+        session = engine.load(stage, threads=threads)
+        load_seconds = time.perf_counter() - started
+        feeds = _feeds(engine, session.stage, height, width)
+        seconds: list[float] = []
+        theirs: list[float] = []
+        peak = 0
+        with _competitor(engine, against if stage == "transformer" else None, feeds, threads) as run_theirs:
+            for _ in range(repeats):
+                started = time.perf_counter()
+                session.run(feeds)
+                seconds.append(time.perf_counter() - started)
+                # Before the product, which needs memory of its own.
+                peak = peak or peak_rss_bytes()
+                theirs += run_theirs()
+                speeds.append(product.operations_per_second())
+                count.advance(1)
+        row: dict[str, Any] = {
+            "stage": stage,
+            "target": engine.info.target,
+            "height": height,
+            "width": width,
+            "load_seconds": round(load_seconds, 2),
+            "seconds": round(statistics.median(seconds), 2),
+            "best_seconds": round(min(seconds), 2),
+            "peak_rss_mib": round(peak / 2**20),
+        }
+        if stage == "transformer":
+            row["gops"] = round(_operations(engine, feeds) / min(seconds) / 1e9)
+        if theirs:
+            row[f"{against}_seconds"] = round(statistics.median(theirs), 2)
+            row[f"{against}_best_seconds"] = round(min(theirs), 2)
+            row[f"of_{against}"] = round(statistics.median(a / b for a, b in zip(seconds, theirs, strict=True)), 3)
+        rows.append(row)
+        del session
+    ceilings = {"float32_matmul_gops": round(max(speeds) / 1e9), "median_float32_matmul_gops": 0}
+    ceilings["median_float32_matmul_gops"] = round(statistics.median(speeds) / 1e9)
+    return {"machine": describe_machine(threads), "ceilings": ceilings, "rows": rows}
+
+
+def _feeds(engine: Engine, stage: Any, height: int, width: int) -> dict[str, np.ndarray]:
+    """Random inputs of a stage for one picture."""
+    info = engine.bundle.text_to_image
+    assert info is not None
+    factor = 16
+    rows, columns, text = height // factor, width // factor, info.text_length
+    sizes = {
+        "batch": 1,
+        "height": height,
+        "width": width,
+        "latent_height": rows,
+        "latent_width": columns,
+        "image_tokens": rows * columns,
+        "text_tokens": text,
+    }
+    given = {
+        "img_ids": image_ids(rows, columns)[None],
+        "txt_ids": text_ids(text)[None],
+        "attention_mask": np.ones((1, text), np.int64),
+    }
+    generator = np.random.Generator(np.random.Philox(0))
+    feeds = {}
+    for tensor in stage.inputs:
+        shape = [n if isinstance(n, int) else sizes[n] for n in tensor.shape]
+        if tensor.name in given:
+            feeds[tensor.name] = given[tensor.name]
+        elif tensor.name == "input_ids":
+            vocab_size = engine.bundle.components["text_encoder"].config["vocab_size"]
+            feeds[tensor.name] = generator.integers(0, vocab_size, shape)
+        elif tensor.name in ("timestep", "guidance"):
+            feeds[tensor.name] = np.full(shape, 0.5, tensor.dtype)
+        else:
+            feeds[tensor.name] = generator.standard_normal(shape, np.float32).astype(tensor.dtype)
+    return feeds
+
+
+def _operations(engine: Engine, feeds: Mapping[str, np.ndarray]) -> int:
+    """Multiplications and additions of the blocks of one step: their linear layers and attentions."""
+    config = engine.bundle.components["transformer"].config
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    inner = round(width * config["mlp_ratio"])
+    tokens = feeds["hidden_states"].shape[1] + feeds["encoder_hidden_states"].shape[1]
+    linear = tokens * (4 * width * width + 3 * inner * width)
+    attention = 2 * tokens * tokens * width
+    return 2 * (config["num_layers"] + config["num_single_layers"]) * (linear + attention)
+
+
+@contextmanager
+def _competitor(engine: Engine, name: str | None, feeds: Mapping[str, np.ndarray], threads: int) -> Iterator[Any]:
+    """A function that runs the competitor once and gives its seconds, in a list; an empty one without competitor."""
+    if name is None:
+        yield list
+        return
+    request = {
+        "config": engine.bundle.components["transformer"].config,
+        "image_tokens": feeds["hidden_states"].shape[1],
+        "text_tokens": feeds["encoder_hidden_states"].shape[1],
+        "threads": threads or os.cpu_count(),
+    }
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-m", COMPETITORS[name], json.dumps(request)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdin is not None and child.stdout is not None and child.stderr is not None
+    stdin, stdout, stderr = child.stdin, child.stdout, child.stderr
+
+    def answer() -> str:
+        line = stdout.readline()
+        if not line:
+            last = stderr.read().strip().splitlines()[-1:] or [f"ended by {child.wait()}"]
+            raise RuntimeMissingError(f"{name} cannot be run beside ours: {last[0]}")
+        return line
+
+    try:
+        answer()  # the model is there
+
+        def run() -> list[float]:
+            stdin.write("step\n")
+            stdin.flush()
+            return [float(answer())]
+
+        yield run
+    finally:
+        child.kill()
+        child.communicate()

@@ -1,0 +1,1 @@
+"""Other people's implementations, each run in a process of its own by ``bench``."""
