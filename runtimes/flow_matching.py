@@ -17,8 +17,8 @@ from intaglio.errors import EngineError, InputError
 
 NUM_TRAIN_TIMESTEPS = 1000
 
-# 16384 by 16384 pixels.
-_MOST_IMAGE_TOKENS = 1 << 20
+# 4096 by 4096 pixels. The shift grows with the tokens, until float32 holds nothing between the first level and 0.
+_MOST_IMAGE_TOKENS = 1 << 16
 
 
 def empirical_mu(image_tokens: int, num_inference_steps: int) -> float:

@@ -132,6 +132,8 @@ def _reading(name: str, formats: Sequence[str] = _FORMATS) -> Iterator[None]:
     """Turns whatever Pillow raises into an InputError."""
     try:
         with warnings.catch_warnings():
+            # It reads on after damage in a header, and says so in a warning.
+            warnings.simplefilter("error", UserWarning)
             warnings.simplefilter("error", _pillow("Image").DecompressionBombWarning)
             yield
     except IntaglioError:
@@ -147,8 +149,7 @@ def _reading(name: str, formats: Sequence[str] = _FORMATS) -> Iterator[None]:
 
 def _unit_rgb(name: str, image: Image) -> np.ndarray:
     """Float32 ``[height, width, 3]`` from 0 to 1."""
-    # Before version 11 Pillow read 16 bits of grey from PNG as 32.
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+    if image.mode.startswith("I;16"):
         grey_HW = np.asarray(image).astype(np.float32) / np.float32(65535)
         if (key := image.info.get("transparency")) is not None:
             grey_HW[np.asarray(image) == key] = 1
