@@ -231,7 +231,7 @@ def _cephes_log(x: np.ndarray) -> np.ndarray:
     small = power * np.float32(-2.12194440e-4)
     total = _fma(_horner(x, _LOG) * x, square, small)
     total = _fma(-square, np.float32(0.5), total)
-    return _fma(power, np.float32(0.693359375), x + total)
+    return power * np.float32(0.693359375) + (x + total)
 
 
 def _cephes_cos_sin(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -51,6 +51,13 @@ def test_mlx_vectors() -> None:
     ]
 
 
+@glibc
+def test_largest_words() -> None:
+    # 2**32 - 44, which float32 rounds to 2**32: the uniform number stays below 1 and the normal one finite.
+    assert _mlx_words(131072, 38)[3383] == 0xFFFFFFD4
+    assert abs(normal((131072,), 38, "mlx")[3383] - 5.4) < 0.1
+
+
 def test_torch_vectors() -> None:
     # torch 2.13 on x86-64: below 16 values, one that is drawn anew at the end, and many.
     assert normal((3,), 0, "torch").view(np.uint32).tolist() == [0x3FC53F5C, 0xBE963C50, 0xC00B7149]
