@@ -40,7 +40,7 @@ class InputError(IntaglioError):
 
 
 class RuntimeMissingError(IntaglioError):
-    """No onnxruntime is installed."""
+    """A package that is not always needed, such as onnxruntime, is not installed."""
 
 
 class CancelledError(IntaglioError):
