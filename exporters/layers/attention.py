@@ -31,9 +31,17 @@ def causal_mask(
     valid_B11T = op.Unsqueeze(op.Cast(attention_mask_BT, to=ir.DataType.BOOL), [1, 2])
     if past_key is not None:
         return op.And(causal_ST, op.Or(valid_B11T, itself_ST))
-    seen_B1ST = op.And(causal_ST, valid_B11T)
-    blind_B1S1 = op.Equal(op.ReduceMax(op.Cast(seen_B1ST, to=ir.DataType.INT32), [-1]), 0)
-    return op.Or(seen_B1ST, op.And(itself_ST, blind_B1S1))
+    blind_B1S1 = op.Unsqueeze(op.Equal(_valid_keys(op, attention_mask_BT, sliding_window), 0), [1, 3])
+    return op.Or(op.And(causal_ST, valid_B11T), op.And(itself_ST, blind_B1S1))
+
+
+def _valid_keys(op: OpBuilder, attention_mask_BS: ir.Value, sliding_window: int | None) -> ir.Value:
+    """How many keys each query sees where there is no cache, int64 ``[B, S]``."""
+    valid_BS = op.CumSum(attention_mask_BS, 1)
+    if sliding_window is None:
+        return valid_BS
+    earlier_BS = op.Slice(op.Pad(valid_BS, [0, sliding_window, 0, 0]), [0], op.Shape(valid_BS, start=1, end=2), [1])
+    return op.Sub(valid_BS, earlier_BS)
 
 
 def count_up(op: OpBuilder, length: ir.Value) -> ir.Value:
