@@ -5,6 +5,8 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnxscript import OpBuilder
 
+_INT64_MAX = 2**63 - 1
+
 
 def causal_mask(
     op: OpBuilder,
@@ -58,6 +60,14 @@ def split_heads(op: OpBuilder, x_BSD: ir.Value, heads: int, head_dim: int) -> ir
 def merge_heads(op: OpBuilder, x_BHSE: ir.Value) -> ir.Value:
     """``[B, H, S, E]`` to ``[B, S, H * E]``."""
     return op.Reshape(op.Transpose(x_BHSE, perm=[0, 2, 1, 3]), [0, 0, -1])
+
+
+def split_joint(op: OpBuilder, x_BSD: ir.Value, text_BTD: ir.Value, image_BID: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The text and the image part of a joint sequence, text first, in the shapes of ``text_BTD`` and ``image_BID``."""
+    tokens = op.Shape(text_BTD, start=1, end=2)
+    text, image = op.Slice(x_BSD, [0], tokens, [1]), op.Slice(x_BSD, tokens, [_INT64_MAX], [1])
+    text.shape, image.shape = text_BTD.shape, image_BID.shape
+    return text, image
 
 
 def append_to_cache(op: OpBuilder, past_BKPE: ir.Value | None, new_BKSE: ir.Value) -> ir.Value:
