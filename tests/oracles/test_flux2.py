@@ -1,7 +1,7 @@
 """FLUX.2's transformer against diffusers: every tap and the prediction, on tiny models with random weights.
 
-Bounds in float32: relative L2 <= 1e-5 and cosine >= 0.9999999 for every tap and the output. Measured: at most
-MEASURED. What is quantized is compared with diffusers running the weights that the file holds.
+Bounds in float32: relative L2 <= 5e-6 and cosine >= 0.9999999 for every tap and the output. Measured: at most 6e-7.
+What is quantized is compared with diffusers running the weights that the file holds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from intaglio.exporters.checkpoints import open_checkpoint
 from intaglio.exporters.graph import stage_parameters
 from intaglio.runtimes.parity import compare
 
-BOUND, COSINE = 1e-5, 0.9999999
+BOUND, COSINE = 5e-6, 0.9999999
 
 SETTINGS: dict[str, Any] = {
     "patch_size": 1,
@@ -245,9 +245,9 @@ def test_graph_text_is_the_golden_one(case: Case, write_goldens: bool) -> None:
 
 # --- other dtypes -------------------------------------------------------------------------------------------
 
-# Random weights and every tap: a value is rounded by at most 2 ** -11 or 2 ** -8 of itself, weights and some twenty
-# activations in a row. Measured: MEASURED16.
-ROUNDED = {"float16": 5e-3, "bfloat16": 4e-2}
+# Of every tap: a value is rounded by at most 2 ** -11 or 2 ** -8 of itself; in float16 weights and some twenty
+# activations in a row are, in bfloat16, which is widened, weights only. Measured: at most 7.5e-4 and 3.3e-3.
+ROUNDED = {"float16": 2e-3, "bfloat16": 1e-2}
 
 
 @pytest.mark.parametrize("dtype", ROUNDED)
