@@ -1,6 +1,6 @@
 """The stage ``text_encoder`` against transformers: every row of the conditioning, padding included, and its taps.
 
-Bounds: relative L2 <= 5e-6 of every tap and the output, in float32. Measured: at most 1.1e-6.
+Bounds: relative L2 <= 5e-6 of every tap and the output, in float32. Measured: at most 8.1e-7.
 """
 
 from __future__ import annotations
