@@ -32,7 +32,7 @@ from intaglio.exporters.checkpoints.flux2_spellings import (
     respell_flux2,
 )
 from intaglio.exporters.config import ConfigKeys
-from intaglio.exporters.layers.attention import attention, merge_heads, split_joint
+from intaglio.exporters.layers.attention import attention, image_part, merge_heads, text_part
 from intaglio.exporters.layers.dtype import clip_float16
 from intaglio.exporters.layers.linear import Linear
 from intaglio.exporters.layers.mlp import FusedSwiGLU, silu
@@ -158,7 +158,7 @@ class Flux2Attention(nn.Module):
         q_BSHE = op.Concat(self.norm_added_q(op, q_BTHE), self.norm_q(op, q_BIHE), axis=1)
         k_BSHE = op.Concat(self.norm_added_k(op, k_BTHE), self.norm_k(op, k_BIHE), axis=1)
         out_BSD = _attend(op, q_BSHE, k_BSHE, op.Concat(v_BTHE, v_BIHE, axis=1), cos, sin, self.head_dim)
-        text, image = split_joint(op, out_BSD, e_BTD, x_BID)
+        image, text = image_part(op, out_BSD, e_BTD, x_BID), text_part(op, out_BSD, e_BTD)
         return self.to_out[0](op, image), self.to_add_out(op, text)
 
     def _heads(self, op: OpBuilder, x: ir.Value) -> ir.Value:
@@ -279,8 +279,8 @@ class Flux2Transformer2DModel(nn.Module):
         x_BSD = tap(op.Concat(e_BTD, x_BID, axis=1), "single_in_hidden_states")
         for i, block in enumerate(self.single_transformer_blocks):
             x_BSD = tap(block(op, x_BSD, single_mod, cos, sin), f"single_block{i}_h")
-        _, x_BID = split_joint(op, x_BSD, e_BTD, x_BID)
-        return self.proj_out(op, self.norm_out(op, x_BID, silu_temb_BD))
+        x_BID = self.norm_out(op, image_part(op, x_BSD, e_BTD, x_BID), silu_temb_BD)
+        return self.proj_out(op, x_BID)
 
 
 def _attend(

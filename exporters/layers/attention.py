@@ -62,12 +62,18 @@ def merge_heads(op: OpBuilder, x_BHSE: ir.Value) -> ir.Value:
     return op.Reshape(op.Transpose(x_BHSE, perm=[0, 2, 1, 3]), [0, 0, -1])
 
 
-def split_joint(op: OpBuilder, x_BSD: ir.Value, text_BTD: ir.Value, image_BID: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The text and the image part of a joint sequence, text first, in the shapes of ``text_BTD`` and ``image_BID``."""
-    tokens = op.Shape(text_BTD, start=1, end=2)
-    text, image = op.Slice(x_BSD, [0], tokens, [1]), op.Slice(x_BSD, tokens, [_INT64_MAX], [1])
-    text.shape, image.shape = text_BTD.shape, image_BID.shape
-    return text, image
+def text_part(op: OpBuilder, x_BSD: ir.Value, text_BTD: ir.Value) -> ir.Value:
+    """The first tokens of a joint sequence: its text, in the shape of ``text_BTD``."""
+    text = op.Slice(x_BSD, [0], op.Shape(text_BTD, start=1, end=2), [1])
+    text.shape = text_BTD.shape
+    return text
+
+
+def image_part(op: OpBuilder, x_BSD: ir.Value, text_BTD: ir.Value, image_BID: ir.Value) -> ir.Value:
+    """The tokens of a joint sequence after its text: the image, in the shape of ``image_BID``."""
+    image = op.Slice(x_BSD, op.Shape(text_BTD, start=1, end=2), [_INT64_MAX], [1])
+    image.shape = image_BID.shape
+    return image
 
 
 def append_to_cache(op: OpBuilder, past_BKPE: ir.Value | None, new_BKSE: ir.Value) -> ir.Value:
