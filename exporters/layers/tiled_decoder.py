@@ -213,9 +213,7 @@ def tiled_dims(blocks: int, largest: int) -> dict[str, Dim]:
     """The dims of the stages of a decoder of ``blocks``, whose picture is at most ``largest`` pixels wide and high."""
     factor = 2 ** (blocks - 1)
     most = largest // factor
-    sides = {
-        f"decoder_{side}": Dim(min=1, max=most, expression=f"{side} / {factor}") for side in ("height", "width")
-    }
+    sides = {f"decoder_{side}": Dim(min=1, max=most, expression=f"{side} / {factor}") for side in ("height", "width")}
     tokens = Dim(min=1, max=most**2, expression="decoder_height * decoder_width")
     return {
         **sides,
