@@ -29,6 +29,7 @@ from intaglio.exporters.layers.autoencoder import Decoder, Encoder
 from intaglio.exporters.layers.conv import Conv2d
 from intaglio.exporters.layers.dtype import DtypeModule, cast
 from intaglio.exporters.layers.taps import tap
+from intaglio.exporters.layers.tiled_decoder import TiledDecoder, tiled_dims
 
 # Published geometries, of which the constants that no tensor shows are known.
 _ENCODER = (128, 256, 512, 512)
@@ -193,7 +194,10 @@ class AutoencoderKLFlux2(nn.Module):
 def _stages(
     config: AutoencoderKLFlux2Config, hidden_state_layers: tuple[int, ...], dtype: ir.DataType
 ) -> dict[str, Stage]:
-    """``vae_decoder``: packed latents to a picture; ``vae_encoder``: the way back, without noise."""
+    """``vae_decoder``: packed latents to a picture; ``vae_encoder``: the way back, without noise.
+
+    ``vae_tiles_…``: the decoder in bands, for a decoder with attention and at least three blocks.
+    """
     latents_shape = ("batch", config.packed_channels, "latent_height", "latent_width")
 
     def decode(model: Any, op: OpBuilder, x: Mapping[str, ir.Value]) -> dict[str, ir.Value]:
@@ -206,9 +210,20 @@ def _stages(
         latents.shape = ir.Shape(latents_shape)
         return {"latents": latents}
 
+    latents = Input("latents", dtype, latents_shape)
+    image = Input("image", dtype, ("batch", config.in_channels, "height", "width"))
+    tiles = TiledDecoder(
+        config.decoder_block_out_channels,
+        config.layers_per_block + 1,
+        config.norm_num_groups,
+        latents,
+        AutoencoderKLFlux2.unpack,
+        dtype,
+    )
     return {
-        "vae_decoder": Stage((Input("latents", dtype, latents_shape),), decode),
-        "vae_encoder": Stage((Input("image", dtype, ("batch", config.in_channels, "height", "width")),), encode),
+        "vae_decoder": Stage((latents,), decode),
+        "vae_encoder": Stage((image,), encode),
+        **(tiles.stages() if config.mid_block_add_attention else {}),
     }
 
 
@@ -220,7 +235,8 @@ def _dims(config: AutoencoderKLFlux2Config) -> dict[str, Dim]:
         f"latent_{name}": Dim(min=1, max=most // factor, expression=f"{name} / {factor}")
         for name in ("height", "width")
     }
-    return {"batch": Dim(min=1, opt=1, max=64), "height": size, "width": size, **latent}
+    tiles = tiled_dims(len(config.block_out_channels), most)
+    return {"batch": Dim(min=1, opt=1, max=64), "height": size, "width": size, **latent, **tiles}
 
 
 def _recognize(checkpoint: Checkpoint) -> ConfigKeys | None:

@@ -7,8 +7,8 @@
   keys pass an RMSNorm first; no attention mask, no biases
 
 Float32 islands of float16 and bfloat16 graphs: the statistics of norms, softmax, rotary angles, timestep sinusoids
-and products with quantized weights. A float16 graph clips the text stream of double-stream blocks and the joint one
-of single-stream blocks to finite values, as the published implementation does.
+and products with quantized weights. A float16 graph clips each residual sum to finite values, as diffusers does for
+the text stream and the joint one.
 
 Parameter names are those of diffusers' ``Flux2Transformer2DModel``; the reference implementation is
 https://github.com/black-forest-labs/flux2. Legend: B batch, I image tokens (references included), T text tokens,
@@ -32,16 +32,15 @@ from intaglio.exporters.checkpoints.flux2_spellings import (
     respell_flux2,
 )
 from intaglio.exporters.config import ConfigKeys
-from intaglio.exporters.layers.attention import attention, merge_heads
+from intaglio.exporters.layers.attention import attention, image_part, merge_heads, text_part
+from intaglio.exporters.layers.dtype import clip_float16
 from intaglio.exporters.layers.linear import Linear
-from intaglio.exporters.layers.mlp import silu
-from intaglio.exporters.layers.norm import PlainLayerNorm, RMSNorm, modulate
+from intaglio.exporters.layers.mlp import FusedSwiGLU, silu
+from intaglio.exporters.layers.norm import AdaLayerNormContinuous, PlainLayerNorm, RMSNorm, modulate
 from intaglio.exporters.layers.rotary import MultiAxisRotaryEmbedding, apply_interleaved_rotary
 from intaglio.exporters.layers.taps import tap
 from intaglio.exporters.layers.timestep import TimestepEmbedding, Timesteps
 
-_INT64_MAX = 2**63 - 1
-_FLOAT16_MAX = 65504.0
 _AXES = 4
 # Of each half of a double-stream modulation; the text's begin with c_.
 _MODULATIONS = ("shift_msa", "scale_msa", "gate_msa", "shift_mlp", "scale_mlp", "gate_mlp")
@@ -136,17 +135,6 @@ class Flux2Modulation(nn.Module):
         return op.Split(mod, num_outputs=self.parts, axis=-1, _outputs=self.parts)
 
 
-class Flux2FeedForward(nn.Module):
-    def __init__(self, config: Flux2Config) -> None:
-        super().__init__()
-        self.linear_in = Linear(config.hidden_size, 2 * config.mlp_hidden_size)
-        self.linear_out = Linear(config.mlp_hidden_size, config.hidden_size)
-
-    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
-        gate, up = op.Split(self.linear_in(op, x), num_outputs=2, axis=-1, _outputs=2)
-        return self.linear_out(op, op.Mul(silu(op, gate), up))
-
-
 class Flux2Attention(nn.Module):
     """Image and text tokens, projected apart, attend jointly."""
 
@@ -170,7 +158,7 @@ class Flux2Attention(nn.Module):
         q_BSHE = op.Concat(self.norm_added_q(op, q_BTHE), self.norm_q(op, q_BIHE), axis=1)
         k_BSHE = op.Concat(self.norm_added_k(op, k_BTHE), self.norm_k(op, k_BIHE), axis=1)
         out_BSD = _attend(op, q_BSHE, k_BSHE, op.Concat(v_BTHE, v_BIHE, axis=1), cos, sin, self.head_dim)
-        text, image = _split_text(op, out_BSD, e_BTD, x_BID)
+        image, text = image_part(op, out_BSD, e_BTD, x_BID), text_part(op, out_BSD, e_BTD)
         return self.to_out[0](op, image), self.to_add_out(op, text)
 
     def _heads(self, op: OpBuilder, x: ir.Value) -> ir.Value:
@@ -184,7 +172,8 @@ class Flux2TransformerBlock(nn.Module):
         self.norm1, self.norm1_context = PlainLayerNorm(width, eps), PlainLayerNorm(width, eps)
         self.attn = Flux2Attention(config)
         self.norm2, self.norm2_context = PlainLayerNorm(width, eps), PlainLayerNorm(width, eps)
-        self.ff, self.ff_context = Flux2FeedForward(config), Flux2FeedForward(config)
+        self.ff = FusedSwiGLU(width, config.mlp_hidden_size)
+        self.ff_context = FusedSwiGLU(width, config.mlp_hidden_size)
 
     def forward(
         self,
@@ -201,12 +190,11 @@ class Flux2TransformerBlock(nn.Module):
         normed = modulate(op, self.norm1(op, x_BID), scale_msa, shift_msa)
         c_normed = modulate(op, self.norm1_context(op, e_BTD), c_scale_msa, c_shift_msa)
         attended, c_attended = self.attn(op, normed, c_normed, cos, sin)
-        x_BID = op.Add(x_BID, op.Mul(gate_msa, attended))
+        x_BID = _residual(op, x_BID, gate_msa, attended)
+        e_BTD = _residual(op, e_BTD, c_gate_msa, c_attended)
         fed = self.ff(op, modulate(op, self.norm2(op, x_BID), scale_mlp, shift_mlp))
-        x_BID = op.Add(x_BID, op.Mul(gate_mlp, fed))
-        e_BTD = op.Add(e_BTD, op.Mul(c_gate_msa, c_attended))
         c_fed = self.ff_context(op, modulate(op, self.norm2_context(op, e_BTD), c_scale_mlp, c_shift_mlp))
-        return x_BID, _finite(op, op.Add(e_BTD, op.Mul(c_gate_mlp, c_fed)))
+        return _residual(op, x_BID, gate_mlp, fed), _residual(op, e_BTD, c_gate_mlp, c_fed)
 
 
 class Flux2ParallelSelfAttention(nn.Module):
@@ -239,19 +227,7 @@ class Flux2SingleTransformerBlock(nn.Module):
     ) -> ir.Value:
         shift, scale, gate = mod
         attended = self.attn(op, modulate(op, self.norm(op, x_BSD), scale, shift), cos, sin)
-        return _finite(op, op.Add(x_BSD, op.Mul(gate, attended)))
-
-
-class AdaLayerNormContinuous(nn.Module):
-    def __init__(self, config: Flux2Config) -> None:
-        super().__init__()
-        self.linear = Linear(config.hidden_size, 2 * config.hidden_size)
-        self.norm = PlainLayerNorm(config.hidden_size, config.eps)
-
-    def forward(self, op: OpBuilder, x_BID: ir.Value, silu_temb_BD: ir.Value) -> ir.Value:
-        mod = op.Unsqueeze(self.linear(op, silu_temb_BD), [1])
-        scale, shift = op.Split(mod, num_outputs=2, axis=-1, _outputs=2)
-        return modulate(op, self.norm(op, x_BID), scale, shift)
+        return _residual(op, x_BSD, gate, attended)
 
 
 class Flux2Transformer2DModel(nn.Module):
@@ -269,7 +245,7 @@ class Flux2Transformer2DModel(nn.Module):
         self.single_transformer_blocks = nn.ModuleList(
             [Flux2SingleTransformerBlock(config) for _ in range(config.num_single_layers)]
         )
-        self.norm_out = AdaLayerNormContinuous(config)
+        self.norm_out = AdaLayerNormContinuous(width, width, config.eps)
         self.proj_out = Linear(width, config.patch_size**2 * config.out_channels)
 
     def forward(
@@ -303,8 +279,8 @@ class Flux2Transformer2DModel(nn.Module):
         x_BSD = tap(op.Concat(e_BTD, x_BID, axis=1), "single_in_hidden_states")
         for i, block in enumerate(self.single_transformer_blocks):
             x_BSD = tap(block(op, x_BSD, single_mod, cos, sin), f"single_block{i}_h")
-        _, x_BID = _split_text(op, x_BSD, e_BTD, x_BID)
-        return self.proj_out(op, self.norm_out(op, x_BID, silu_temb_BD))
+        x_BID = self.norm_out(op, image_part(op, x_BSD, e_BTD, x_BID), silu_temb_BD)
+        return self.proj_out(op, x_BID)
 
 
 def _attend(
@@ -316,16 +292,8 @@ def _attend(
     return merge_heads(op, attention(op, q_BHSE, k_BHSE, v_BHSE, None, head_dim**-0.5))
 
 
-def _split_text(op: OpBuilder, x_BSD: ir.Value, text_BTD: ir.Value, image_BID: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The text and the image part of a joint sequence, of the shapes of ``text_BTD`` and ``image_BID``."""
-    tokens = op.Shape(text_BTD, start=1, end=2)
-    text, image = op.Slice(x_BSD, [0], tokens, [1]), op.Slice(x_BSD, tokens, [_INT64_MAX], [1])
-    text.shape, image.shape = text_BTD.shape, image_BID.shape
-    return text, image
-
-
-def _finite(op: OpBuilder, x: ir.Value) -> ir.Value:
-    return op.Clip(x, -_FLOAT16_MAX, _FLOAT16_MAX) if x.dtype == ir.DataType.FLOAT16 else x
+def _residual(op: OpBuilder, x: ir.Value, gate_B1D: ir.Value, y: ir.Value) -> ir.Value:
+    return clip_float16(op, op.Add(x, op.Mul(gate_B1D, y)))
 
 
 def _stages(config: Flux2Config, hidden_state_layers: tuple[int, ...], dtype: ir.DataType) -> dict[str, Stage]:

@@ -8,16 +8,17 @@ https://github.com/black-forest-labs/flux2, https://github.com/filipstrand/mflux
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
-from intaglio.errors import ConfigError
+from intaglio.errors import ConfigError, WeightsError
 from intaglio.exporters.checkpoints.mlx import UnresolvedMlxTensor, with_width
 from intaglio.exporters.checkpoints.tensors import Checkpoint, CheckpointTensor, reorder_rows
-from intaglio.exporters.config import ConfigKeys
+from intaglio.exporters.config import ConfigKeys, shown
 
 _PREFIX = "model.diffusion_model."
 _MODULES = {
@@ -106,23 +107,37 @@ class _Widths(Protocol):
 
 
 def respell_flux2(tensors: Mapping[str, CheckpointTensor], config: _Widths) -> dict[str, CheckpointTensor]:
-    """The tensors under diffusers' names, fused ones taken apart; names that no spelling has stay as they are."""
+    """The tensors under diffusers' names, fused ones taken apart; names that no spelling has stay as they are.
+
+    Raises WeightsError where a fused tensor does not come apart, or two become one.
+    """
     result: dict[str, CheckpointTensor] = {}
     for name, tensor in tensors.items():
         stem, _, part = name.removeprefix(_PREFIX).rpartition(".")
         block, inner = _in_block(stem)
-        if inner in _FUSED and block.startswith("double_blocks."):
-            # The input width settles how a quantized tensor is packed, which its parts must know.
-            tensor = with_width(tensor, (tensor.shape[0], config.hidden_size))
-            for target, rows in zip(_FUSED[inner], np.split(np.arange(tensor.shape[0]), 3), strict=True):
-                result[f"{_block_name(block)}.{target}.{part}"] = reorder_rows(tensor, rows)
+        if block.startswith("double_blocks.") and inner in _FUSED:
+            whole, thirds = _equal_parts(name, tensor, 3, config.hidden_size)
+            modules = [f"{_block_name(block)}.{module}" for module in _FUSED[inner]]
+            renamed = {f"{m}.{part}": reorder_rows(whole, rows) for m, rows in zip(modules, thirds, strict=True)}
         elif stem in _SWAPPED:
-            tensor = with_width(tensor, (tensor.shape[0], config.hidden_size))
-            shift, scale = np.split(np.arange(tensor.shape[0]), 2)
-            result[f"{_SWAPPED[stem]}.{part}"] = reorder_rows(tensor, np.concatenate([scale, shift]))
+            whole, (shift, scale) = _equal_parts(name, tensor, 2, config.hidden_size)
+            renamed = {f"{_SWAPPED[stem]}.{part}": reorder_rows(whole, np.concatenate([scale, shift]))}
         else:
-            result[_renamed(name)] = tensor
+            renamed = {_renamed(name): tensor}
+        if twice := sorted(renamed.keys() & result.keys()):
+            raise WeightsError(f"{name}: another tensor of the file is {twice[0]} as well; keep one spelling")
+        result |= renamed
     return result
+
+
+def _equal_parts(
+    name: str, tensor: CheckpointTensor, count: int, width: int
+) -> tuple[CheckpointTensor, list[np.ndarray]]:
+    """The tensor, of which the input ``width`` settles how it is packed, and its rows in ``count`` equal parts."""
+    rows = tensor.shape[0] if tensor.shape else 0
+    if not rows or rows % count:
+        raise WeightsError(f"{name}: is {list(tensor.shape)}, expected rows in {count} equal parts")
+    return with_width(tensor, (rows, width)), np.split(np.arange(rows), count)
 
 
 def _in_block(stem: str) -> tuple[str, str]:
@@ -194,10 +209,16 @@ def _geometry(tensors: Mapping[str, CheckpointTensor]) -> dict[str, Any]:
         "out_channels": size("proj_out", 0),
         "joint_attention_dim": size("context_embedder", 1),
         "timestep_guidance_channels": size("time_guidance_embed.timestep_embedder.linear_1", 1),
-        "mlp_ratio": size("transformer_blocks.0.ff.linear_in", 0) / 2 / width if width else 0,
+        "mlp_ratio": _ratio(size("transformer_blocks.0.ff.linear_in", 0) // 2, width),
     }
     known = {key: value for key, value in values.items() if value}
     return known | {"guidance_embeds": bool(size("time_guidance_embed.guidance_embedder.linear_1", 0))}
+
+
+def _ratio(inner: int, width: int) -> float:
+    ratio = inner / width if width else 0.0
+    # Multiplied and cut off to an integer again, it must give what it came from.
+    return ratio if int(width * ratio) == inner else math.nextafter(ratio, math.inf)
 
 
 def flux2_gguf_config(checkpoint: Checkpoint) -> ConfigKeys:
@@ -212,10 +233,12 @@ def flux2_gguf_config(checkpoint: Checkpoint) -> ConfigKeys:
             f"{source}: has no {', '.join(missing)}, which every bonsai-image file has; convert the model again"
         )
     values = {published: metadata[key] for published, key in spelling.items()}
+    values |= {key: value.tolist() for key, value in values.items() if isinstance(value, np.ndarray)}
     names = {name: flux2_gguf_name(name) or name for name in checkpoint.tensors}
     told = _geometry({_renamed(names[name]): tensor for name, tensor in checkpoint.tensors.items()})
-    keys = ConfigKeys({**told, **values, "patch_size": 1, "eps": 1e-6}, source, spelling)
-    for key in values.keys() & told.keys():
-        if values[key] != told[key]:
-            raise keys.wrong(key, f"is {values[key]!r}, but the tensors are those of {told[key]!r}")
+    keys = ConfigKeys({**values, **told, "patch_size": 1, "eps": 1e-6}, source, spelling)
+    for key in [key for key in values if key in told]:
+        # The ratio is stored as float32.
+        if not isinstance(values[key], int | float) or not math.isclose(values[key], told[key], rel_tol=1e-6):
+            raise keys.wrong(key, f"is {shown(values[key])}, but the tensors are those of {told[key]!r}")
     return keys

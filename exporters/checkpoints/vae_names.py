@@ -69,8 +69,8 @@ def diffusers_vae_tensors(tensors: Mapping[str, CheckpointTensor]) -> dict[str, 
             renamed = re.sub(pattern, replacement, renamed)
         if renamed in result or (renamed != name and renamed in tensors):
             raise WeightsError(f"{name}: another tensor of the file is {renamed} as well; keep one spelling")
-        if _PROJECTION.search(renamed) and len(tensor.shape) in (3, 4) and set(tensor.shape[2:]) == {1}:
-            if tensor.layout is None:
-                tensor = ConvAsLinear(renamed, tensor.shape[:2], tensor.storage, tensor)
+        one_by_one = len(tensor.shape) in (3, 4) and set(tensor.shape[2:]) == {1}
+        if _PROJECTION.search(renamed) and one_by_one and tensor.layout is None:
+            tensor = ConvAsLinear(renamed, tensor.shape[:2], tensor.storage, tensor)
         result[renamed] = tensor
     return result

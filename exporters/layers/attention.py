@@ -5,6 +5,8 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnxscript import OpBuilder
 
+_INT64_MAX = 2**63 - 1
+
 
 def causal_mask(
     op: OpBuilder,
@@ -31,9 +33,17 @@ def causal_mask(
     valid_B11T = op.Unsqueeze(op.Cast(attention_mask_BT, to=ir.DataType.BOOL), [1, 2])
     if past_key is not None:
         return op.And(causal_ST, op.Or(valid_B11T, itself_ST))
-    seen_B1ST = op.And(causal_ST, valid_B11T)
-    blind_B1S1 = op.Equal(op.ReduceMax(op.Cast(seen_B1ST, to=ir.DataType.INT32), [-1]), 0)
-    return op.Or(seen_B1ST, op.And(itself_ST, blind_B1S1))
+    blind_B1S1 = op.Unsqueeze(op.Equal(_valid_keys(op, attention_mask_BT, sliding_window), 0), [1, 3])
+    return op.Or(op.And(causal_ST, valid_B11T), op.And(itself_ST, blind_B1S1))
+
+
+def _valid_keys(op: OpBuilder, attention_mask_BS: ir.Value, sliding_window: int | None) -> ir.Value:
+    """How many keys each query sees where there is no cache, int64 ``[B, S]``."""
+    valid_BS = op.CumSum(attention_mask_BS, 1)
+    if sliding_window is None:
+        return valid_BS
+    earlier_BS = op.Slice(op.Pad(valid_BS, [0, sliding_window, 0, 0]), [0], op.Shape(valid_BS, start=1, end=2), [1])
+    return op.Sub(valid_BS, earlier_BS)
 
 
 def count_up(op: OpBuilder, length: ir.Value) -> ir.Value:
@@ -50,6 +60,20 @@ def split_heads(op: OpBuilder, x_BSD: ir.Value, heads: int, head_dim: int) -> ir
 def merge_heads(op: OpBuilder, x_BHSE: ir.Value) -> ir.Value:
     """``[B, H, S, E]`` to ``[B, S, H * E]``."""
     return op.Reshape(op.Transpose(x_BHSE, perm=[0, 2, 1, 3]), [0, 0, -1])
+
+
+def text_part(op: OpBuilder, x_BSD: ir.Value, text_BTD: ir.Value) -> ir.Value:
+    """The first tokens of a joint sequence: its text, in the shape of ``text_BTD``."""
+    text = op.Slice(x_BSD, [0], op.Shape(text_BTD, start=1, end=2), [1])
+    text.shape = text_BTD.shape
+    return text
+
+
+def image_part(op: OpBuilder, x_BSD: ir.Value, text_BTD: ir.Value, image_BID: ir.Value) -> ir.Value:
+    """The tokens of a joint sequence after its text: the image, in the shape of ``image_BID``."""
+    image = op.Slice(x_BSD, op.Shape(text_BTD, start=1, end=2), [_INT64_MAX], [1])
+    image.shape = image_BID.shape
+    return image
 
 
 def append_to_cache(op: OpBuilder, past_BKPE: ir.Value | None, new_BKSE: ir.Value) -> ir.Value:

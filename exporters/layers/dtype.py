@@ -11,6 +11,7 @@ from onnxscript import OpBuilder, nn
 
 # By their names on the command line and in bundle.json, as NumPy spells them.
 DTYPES = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
+_FLOAT16_MAX = 65504.0
 
 
 class DtypeModule(nn.Module):
@@ -31,3 +32,8 @@ def set_dtype(model: nn.Module, dtype: ir.DataType) -> None:
 def cast(op: OpBuilder, x: ir.Value, dtype: ir.DataType) -> ir.Value:
     """``x`` in ``dtype``; the value itself if it has it."""
     return x if x.dtype == dtype else op.Cast(x, to=dtype)
+
+
+def clip_float16(op: OpBuilder, x: ir.Value) -> ir.Value:
+    """``x`` with what overflowed in a float16 graph put back to its largest magnitudes; ``x`` itself in others."""
+    return op.Clip(x, -_FLOAT16_MAX, _FLOAT16_MAX) if x.dtype == ir.DataType.FLOAT16 else x

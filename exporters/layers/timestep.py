@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript import OpBuilder, nn
 
+from intaglio.exporters.layers.constants import shared_constant
 from intaglio.exporters.layers.dtype import DtypeModule, cast
 from intaglio.exporters.layers.linear import Linear
 from intaglio.exporters.layers.mlp import silu
@@ -24,13 +25,13 @@ class Timesteps(DtypeModule):
     def __init__(self, channels: int) -> None:
         super().__init__()
         half = channels // 2
-        # In float32 throughout, as models were trained: an angle of a thousand shows the last bit.
+        # Exponents in float32, as models were trained: angles of some thousand show the last bit.
         exponents = np.float32(-math.log(_MAX_PERIOD)) * np.arange(half, dtype=np.float32) / np.float32(half)
-        self._frequencies = np.exp(exponents)
+        self._frequencies = np.exp(exponents.astype(np.float64)).astype(np.float32)
 
     def forward(self, op: OpBuilder, timestep_B: ir.Value) -> ir.Value:
         """``[B, channels]`` of float32 ``[B]``."""
-        frequencies = op.initializer(ir.tensor(self._frequencies, name="frequencies"))
+        frequencies = shared_constant(op, f"timestep_frequencies.{2 * len(self._frequencies)}", self._frequencies)
         angles = op.Mul(op.Unsqueeze(timestep_B, [1]), frequencies)
         return cast(op, op.Concat(op.Cos(angles), op.Sin(angles), axis=-1), self.dtype)
 
