@@ -1,13 +1,13 @@
 """``convert``: a checkpoint in another format, exactly or not at all.
 
 Within a format tensors, names and settings are copied. Between GGUF and Hugging Face folders they go through the
-model's architecture, which knows both spellings and the order of rows. Only ``storage`` asks for rounding.
+model's architecture, which knows both spellings and the order of rows; FLUX.2's transformer is a single file on both
+sides and has a module of its own. Only ``storage`` asks for rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,14 @@ import numpy as np
 from intaglio.errors import ConfigError, InputError
 from intaglio.exporters.architecture import Architecture, find_architecture, match_weights, model_tensors
 from intaglio.exporters.checkpoints import Checkpoint, CheckpointTensor, open_checkpoint
-from intaglio.exporters.checkpoints.gguf_blocks import DENSE_TYPES
+from intaglio.exporters.checkpoints.gguf_blocks import DENSE_TYPES, StoredTensor
 from intaglio.exporters.checkpoints.gguf_header import GgufMetadata
 from intaglio.exporters.checkpoints.gguf_pack import PACKED_TYPES
 from intaglio.exporters.checkpoints.gguf_writer import GgufTensor, write_gguf
-from intaglio.exporters.checkpoints.safetensors_writer import SHARD_BYTES
+from intaglio.exporters.checkpoints.mlx import UnresolvedMlxTensor
+from intaglio.exporters.checkpoints.safetensors_writer import SHARD_BYTES, write_file
 from intaglio.exporters.checkpoints.tensors import reorder_rows
+from intaglio.exporters.checkpoints.ternary import GROUP_SIZE, TernaryTensor, pack_ternary, ternary_layout
 from intaglio.exporters.convert_config import (
     check_gguf_config,
     gguf_architecture,
@@ -31,7 +33,8 @@ from intaglio.exporters.convert_config import (
     untranslated_config,
     untranslated_metadata,
 )
-from intaglio.exporters.convert_folder import FolderPlan, copied_files, tokenizer_files, write_folder
+from intaglio.exporters.convert_flux2 import flux2_to_gguf, flux2_to_safetensors, is_flux2, resolved_flux2
+from intaglio.exporters.convert_folder import FolderPlan, copied_files, separate_parts, tokenizer_files, write_folder
 from intaglio.exporters.convert_tensors import (
     FLOATS,
     FloatTensor,
@@ -98,13 +101,15 @@ def convert(
     target: str | Path,
     *,
     storage: str | None = None,
+    pack_ternary: bool = False,
     tokenizer: bool = True,
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
     dry_run: bool = False,
     progress: ProgressCallback | None = None,
 ) -> ConversionReport:
-    """Converts the checkpoint at ``source`` to ``target``: a GGUF file if that ends in ``.gguf``, else a folder.
+    """Converts the checkpoint at ``source`` to ``target``: a GGUF file if that ends in ``.gguf``, else a folder, or
+    one safetensors file for a model that needs no ``config.json``.
 
     A folder holds safetensors as Hugging Face lays them out, quantized matrices as MLX's three tensors, with
     ``config.json`` and tokenizer. Every value stays what it is, or the conversion is refused naming tensor, row and
@@ -112,6 +117,7 @@ def convert(
     F32 there), of all floating-point tensors in folders (F32, F16, BF16). Dense tensors are then rounded or
     quantized, and the report says which; quantized ones become another block type exactly or not at all.
 
+    ``pack_ternary`` packs the dense matrices that are exactly ternary in groups of 128 inputs into two bits.
     ``tokenizer`` false leaves the tokenizer out, ``overwrite`` replaces what is at ``target``, ``shard_bytes`` is the
     size above which a folder gets another shard, ``dry_run`` does everything but write.
 
@@ -120,23 +126,32 @@ def convert(
     """
     checkpoint, target = open_checkpoint(source), Path(target)
     to_gguf = target.suffix == ".gguf"
+    same_format, flux2 = (checkpoint.format == "gguf") == to_gguf, is_flux2(checkpoint)
     _check_arguments(checkpoint, target, storage, to_gguf=to_gguf, overwrite=overwrite)
+    if flux2 and storage is not None and any(isinstance(t, UnresolvedMlxTensor) for t in checkpoint.tensors.values()):
+        checkpoint = resolved_flux2(checkpoint)
     job = _Job(checkpoint, target)
-    if (checkpoint.format == "gguf") == to_gguf:
+    if pack_ternary:
+        _pack(job, storage)
+    if same_format:
         _same_format(job, tokenizer)
+    elif flux2:
+        _flux2(job, storage, to_gguf=to_gguf)
     elif to_gguf:
         _to_gguf(job, tokenizer)
     else:
         _to_folder(job, tokenizer)
     native = to_gguf and checkpoint.format == "gguf"
-    for name, (origin, tensor, _) in job.tensors.items():
+    for name, (origin, tensor, settled) in job.tensors.items():
         what = f"{target}: {name}"
-        job.tensors[name] = (
-            origin,
-            *(storage_in_gguf(what, tensor, storage, native=native) if to_gguf else (as_float(tensor, storage), None)),
-        )
+        if to_gguf and settled is None:
+            job.tensors[name] = (origin, *storage_in_gguf(what, tensor, storage, native=native))
+        elif not to_gguf:
+            job.tensors[name] = (origin, as_float(tensor, storage), None)
     if to_gguf:
         _write_gguf(job, dry_run, progress)
+    elif target.suffix == ".safetensors":
+        _write_file(job, dry_run, progress)
     else:
         _write_folder(job, storage, shard_bytes, dry_run, progress)
     return _report(job, "gguf" if to_gguf else "safetensors")
@@ -149,24 +164,56 @@ def _check_arguments(
     if storage is not None and storage not in allowed:
         kind = "a GGUF file" if to_gguf else "a folder"
         raise InputError(f"--type {storage!r}: {kind} can be written as {', '.join(allowed)}, or as it is without it")
-    if not to_gguf and target.suffix in (".safetensors", ".json"):
+    # FLUX.2's transformer is published as one file, and what has no configuration has none to lose.
+    alone = is_flux2(checkpoint) or (checkpoint.format == "safetensors" and not checkpoint.config)
+    if target.suffix == ".json" or (target.suffix == ".safetensors" and not alone):
         raise InputError(f"{target}: name NAME.gguf or a folder; weights alone would lose configuration and tokenizer")
+    to_file = target.suffix in (".gguf", ".safetensors")
     files = [file.resolve() for file in (*checkpoint.files, checkpoint.path)]
     if any(target.resolve() in (file, *file.parents) for file in files):
         raise InputError(f"{target}: holds the checkpoint that is read; choose another path")
-    if target.is_dir() if to_gguf else target.exists() and not target.is_dir():
+    if target.is_dir() if to_file else target.exists() and not target.is_dir():
         raise InputError(
-            f"{target}: is a {'folder' if to_gguf else 'file'}, so it is not replaced; choose another path"
+            f"{target}: is a {'folder' if to_file else 'file'}, so it is not replaced; choose another path"
         )
-    if not target.exists() or (not to_gguf and not any(target.iterdir())):
+    if not target.exists() or (not to_file and not any(target.iterdir())):
         return
     if not overwrite:
         raise InputError(f"{target}: exists; --overwrite replaces it")
-    if not to_gguf and not (target / "config.json").is_file():
+    if not to_file and not (target / "config.json").is_file():
         raise InputError(f"{target}: is no model's folder (no config.json), so it is not replaced; choose another path")
 
 
 # --- what is to be written ----------------------------------------------------------------------------------
+
+
+def _pack(job: _Job, storage: str | None) -> None:
+    if storage is not None:
+        raise InputError(f"--pack-ternary and --type {storage} ask for two things; leave one of them out")
+    checkpoint, tensors = job.checkpoint, dict(job.checkpoint.tensors)
+    dense = {name: t for name, t in tensors.items() if t.dtype is not None and len(t.shape) == 2}
+    for name, tensor in dense.items():
+        layout = ternary_layout(tensor)
+        if layout is not None:
+            tensors[name] = pack_ternary(tensor, layout=layout)
+    packed = sum(isinstance(tensor, TernaryTensor) for tensor in tensors.values())
+    if not packed:
+        if dense:
+            pack_ternary(next(iter(dense.values())))  # raises, saying why
+        raise InputError(f"--pack-ternary: {checkpoint.path} has no dense matrices")
+    if rest := len(dense) - packed:
+        job.notes.append(f"{rest} matrices are not ternary in groups of {GROUP_SIZE} inputs and stay as they are")
+    job.checkpoint = replace(checkpoint, tensors=tensors)
+
+
+def _flux2(job: _Job, storage: str | None, *, to_gguf: bool) -> None:
+    if to_gguf:
+        job.tensors, job.metadata = flux2_to_gguf(job.checkpoint, storage)
+        return
+    with_config = job.target.suffix != ".safetensors"
+    job.tensors, job.config = flux2_to_safetensors(job.checkpoint, storage, with_config=with_config)
+    packed = any(tensor.layout is not None for _, tensor, _ in job.tensors.values()) and storage is None
+    job.metadata = {"format": "mlx" if packed else "pt"}
 
 
 def _same_format(job: _Job, tokenizer: bool) -> None:
@@ -262,9 +309,9 @@ def _to_folder(job: _Job, tokenizer: bool) -> None:
 
 def _write_gguf(job: _Job, dry_run: bool, progress: ProgressCallback | None) -> None:
     for name, (origin, tensor, storage) in job.tensors.items():
-        if tensor.layout is not None and storage is None and job.checkpoint.format != "gguf":
+        if tensor.layout is not None and storage is None and not isinstance(tensor, StoredTensor):
             job.tensors[name] = (origin, tensor, packed_storage(str(job.target), name, tensor))
-    if job.checkpoint.format != "gguf" and any(storage == "TQ2_0_g128" for _, _, storage in job.tensors.values()):
+    if any(storage == "TQ2_0_g128" for _, _, storage in job.tensors.values()):
         job.notes.append(
             "TQ2_0_g128 is written with the type id 42, which other readers may refuse or take for another"
         )
@@ -281,6 +328,15 @@ def _write_gguf(job: _Job, dry_run: bool, progress: ProgressCallback | None) -> 
     write_gguf(job.target, job.metadata, tensors, progress)
 
 
+def _write_file(job: _Job, dry_run: bool, progress: ProgressCallback | None) -> None:
+    tensors = {name: tensor for name, (_, tensor, _) in job.tensors.items()}
+    if dry_run:
+        for name, tensor in tensors.items():
+            check_values(str(job.target), name, tensor, None, to_gguf=False)
+        return
+    write_file(job.target, separate_parts(tensors), job.metadata, progress)
+
+
 def _write_folder(
     job: _Job, storage: str | None, shard_bytes: int, dry_run: bool, progress: ProgressCallback | None
 ) -> None:
@@ -289,7 +345,9 @@ def _write_folder(
         tensors=tensors,
         metadata=job.metadata,
         config=job.config,
-        changed=storage is not None or job.checkpoint.format == "gguf",
+        changed=storage is not None
+        or job.checkpoint.format == "gguf"
+        or any(isinstance(tensor, TernaryTensor) for tensor in tensors.values()),
         texts=tokenizer_files(job.tokenizer) if job.tokenizer else {},
         copies=tuple(job.copies),
     )
@@ -302,14 +360,15 @@ def _write_folder(
 
 def _report(job: _Job, target_format: str) -> ConversionReport:
     tensors = []
-    sources: Mapping[str, CheckpointTensor] = job.checkpoint.tensors
     for name, (origin, tensor, storage) in job.tensors.items():
         written = storage or tensor.storage
         if storage is None and target_format == "safetensors" and tensor.layout is not None:
             written = f"MLX{tensor.layout.format.bits}" if not tensor.storage.startswith("MLX") else tensor.storage
-        before = sources[origin].storage if origin in sources else tensor.storage
+        stored = tensor
+        while isinstance(source := getattr(stored, "source", None), CheckpointTensor):
+            stored = source
         exact = _is_exact(tensor, storage)
-        tensors.append(ConvertedTensor(origin, name, tensor.shape, before, written, exact))
+        tensors.append(ConvertedTensor(origin, name, tensor.shape, stored.storage, written, exact))
     architecture = job.architecture.name if job.architecture else None
     return ConversionReport(
         job.checkpoint.path,

@@ -85,15 +85,23 @@ def write_folder(target: Path, plan: FolderPlan, shard_bytes: int, progress: Pro
                 (folder / "config.json").write_text(_json(config), "utf-8")
         except OSError as error:
             raise CheckpointError(f"{target}: cannot be written ({error.strerror or error})") from error
-        tensors = {name: part for key, tensor in plan.tensors.items() for name, part in _parts(key, tensor)}
-        write_shards(folder, tensors, plan.metadata, shard_bytes=shard_bytes, progress=progress)
+        # diffusers has a name of its own for the files.
+        stem = "diffusion_pytorch_model" if config is not None and "_class_name" in config else "model"
+        tensors = separate_parts(plan.tensors)
+        write_shards(folder, tensors, plan.metadata, stem=stem, shard_bytes=shard_bytes, progress=progress)
 
 
-def _parts(name: str, tensor: CheckpointTensor) -> list[tuple[str, CheckpointTensor]]:
-    if isinstance(tensor, UnresolvedMlxTensor):
-        module = name.removesuffix(".weight")
-        return [(name, tensor.weight), (f"{module}.scales", tensor.scales), (f"{module}.biases", tensor.biases)]
-    return [(name, tensor)]
+def separate_parts(tensors: Mapping[str, CheckpointTensor]) -> dict[str, CheckpointTensor]:
+    """``tensors`` with the three parts of MLX matrices of unknown bits one by one, as they are copied."""
+    parts: dict[str, CheckpointTensor] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, UnresolvedMlxTensor):
+            module = name.removesuffix(".weight")
+            stored = (tensor.weight, tensor.scales, tensor.biases)
+            parts |= dict(zip((name, f"{module}.scales", f"{module}.biases"), stored, strict=True))
+        else:
+            parts[name] = tensor
+    return parts
 
 
 def _described(plan: FolderPlan) -> dict[str, Any] | None:
@@ -108,7 +116,12 @@ def _described(plan: FolderPlan) -> dict[str, Any] | None:
     if settings:
         common = Counter(tuple(setting.items()) for setting in settings.values()).most_common(1)[0][0]
         own = {module: setting for module, setting in settings.items() if tuple(setting.items()) != common}
-        config["quantization"] = config["quantization_config"] = {**dict(common), "mode": "affine", **own}
+        config["quantization"] = {**dict(common), "mode": "affine", **own}
+    if "_class_name" in config:
+        # diffusers takes the other keys for its own.
+        return config
+    if settings:
+        config["quantization_config"] = config["quantization"]
     dense = Counter(_DTYPE_NAMES[t.storage] for t in plan.tensors.values() if t.storage in _DTYPE_NAMES)
     if dense:
         key = "dtype" if "dtype" in config else "torch_dtype"

@@ -15,11 +15,19 @@ from intaglio.scripts.console import Json, Quiet, print_json, progress_bar, say
 
 def convert(
     source: Annotated[Path, typer.Argument(help="A .gguf file, a .safetensors file, or a Hugging Face or MLX folder.")],
-    target: Annotated[Path, typer.Argument(help="NAME.gguf, or a folder to write safetensors into.")],
+    target: Annotated[
+        Path,
+        typer.Argument(
+            help="NAME.gguf, a folder to write safetensors into, or NAME.safetensors (FLUX.2's transformer)."
+        ),
+    ],
     storage: Annotated[
         str | None,
         typer.Option("--type", help="Round to a type: F32, F16, BF16; in GGUF files also Q8_0, Q4_0, Q4_1, …"),
     ] = None,
+    pack_ternary: Annotated[
+        bool, typer.Option("--pack-ternary", help="Pack dense matrices that are exactly ternary into 2 bits.")
+    ] = False,
     no_tokenizer: Annotated[bool, typer.Option("--no-tokenizer", help="Leave the tokenizer out.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check every value, write nothing.")] = False,
@@ -32,6 +40,7 @@ def convert(
             source,
             target,
             storage=storage,
+            pack_ternary=pack_ternary,
             tokenizer=not no_tokenizer,
             overwrite=overwrite,
             dry_run=dry_run,

@@ -153,7 +153,7 @@ def write_transformer(
     target, config = Path(target), sizes.transformer
     tensors = transformer_tensors(config, seed)
     if spelling == "mlx":
-        write_file(target, tensors)
+        write_file(target, tensors, {"format": "mlx"})
     elif spelling == "gguf":
         _write_bonsai_image(target, config, tensors)
     elif spelling == "bfl":

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny_checkpoint
 from gguf_files import gguf_bytes
+from klein import make_checkpoint as maker
 from measure import intaglio as command_line
 
 
@@ -80,3 +81,20 @@ def test_inspect_reports_the_id_42_and_parts(tmp_path: Path) -> None:
     table = command_line("inspect", tmp_path / "m-00001-of-00002.gguf").stdout
     assert "2 files" in table
     assert "type id 42" in table
+
+
+def test_picture_transformers(tmp_path: Path) -> None:
+    maker.write_transformer(tmp_path / "dense", "diffusers")
+    done = command_line("convert", tmp_path / "dense", tmp_path / "dit.gguf")
+    assert done.returncode == 2
+    assert "holds TQ2_0_g128 here; --pack-ternary packs it" in done.stderr
+    done = command_line("convert", tmp_path / "dense", tmp_path / "dit.gguf", "--pack-ternary")
+    assert done.returncode == 0, done.stderr
+    assert "53 tensors (30 BF16 to TQ2_0_g128, 23 BF16)" in done.stderr
+    assert "9 matrices are not ternary in groups of 128 inputs and stay as they are" in done.stderr
+    done = command_line("convert", tmp_path / "dit.gguf", tmp_path / "packed.safetensors", "--json")
+    assert done.returncode == 0, done.stderr
+    content = json.loads(done.stdout)
+    assert {tensor["storage"] for tensor in content["tensors"]} == {"MLX2", "BF16"}
+    maker.write_transformer(tmp_path / "expected.safetensors", "mlx")
+    assert (tmp_path / "packed.safetensors").read_bytes() == (tmp_path / "expected.safetensors").read_bytes()

@@ -172,7 +172,14 @@ def test_packed_text_encoder_is_the_same_model(tmp_path: Path, folder: Path, con
     stored = mx.load(str(tmp_path / "model.safetensors"))
     codes = unpack_codes(np.array(stored["model.embed_tokens.weight"]).view(np.uint8), 4)
     assert set(np.unique(codes)) == set(range(16))
-    assert (np.array(stored["model.embed_tokens.scales"].astype(mx.float32)) < 0).any()
+    scales, biases = (
+        np.array(stored[f"model.embed_tokens.{n}"].astype(mx.float32), "f8") for n in ("scales", "biases")
+    )
+    assert (scales < 0).any()
+    # No rounding anywhere: the dense bfloat16 values are the products and sums themselves.
+    exact = codes.reshape(*scales.shape, 64) * scales[..., None] + biases[..., None]
+    dense = arrays(folder / "text_encoder" / "model.safetensors")["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(dense, exact.reshape(dense.shape))
 
 
 def test_tokenizer(folder: Path, tmp_path: Path, qwen3_folder: Path) -> None:
