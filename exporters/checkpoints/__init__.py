@@ -36,7 +36,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     if head[:4] == gguf.MAGIC:
         return gguf.open_gguf(path)
-    if head[:4] == b"PK\x03\x04" or head[:1] == b"\x80":
+    # The length of a safetensors header may have the same low byte; its upper four are zero.
+    if head[4:9] != b"\0\0\0\0{" and (head[:4] == b"PK\x03\x04" or head[:1] == b"\x80"):
         raise CheckpointError(f"{path}: is a pickle; {_PICKLE_ADVICE}")
     if path.name.endswith(".index.json"):
         return safetensors.open_directory(path.parent, index=path)

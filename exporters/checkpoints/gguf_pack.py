@@ -14,7 +14,9 @@ import numpy as np
 
 from intaglio.errors import CheckpointError
 from intaglio.exporters.checkpoints.tensors import QuantizedLayout
-from intaglio.kernels.grouped_quant import GroupedQuantRows, unpack_codes
+from intaglio.kernels.grouped_quant import GroupedQuantFormat, GroupedQuantRows, unpack_codes
+
+_TERNARY_128 = GroupedQuantFormat(2, 128, 1)
 
 
 class _MisfitError(Exception):
@@ -102,6 +104,15 @@ def _overflow(values: np.ndarray) -> Callable[[tuple[int, ...]], str]:
 
 def _repack(storage: str, rows: GroupedQuantRows, layout: QuantizedLayout) -> np.ndarray:
     packed = PACKED_TYPES[storage]
+    if (
+        storage == "TQ2_0_g128"
+        and layout.format == _TERNARY_128
+        and not rows.has_offsets
+        and not _any_three(rows.codes)
+    ):
+        # The bytes of codes are the same in both.
+        halves = _half(rows.scales, "scale")
+        return _bytes(np.concatenate([rows.codes.reshape(*halves.shape, 32), _half_bytes(halves)], axis=-1))
     codes = unpack_codes(rows.codes, layout.format.bits)
     _check_width(codes.shape[-1], packed.group_size)
     count = codes.shape[-1] // packed.group_size
@@ -133,6 +144,10 @@ def _repack(storage: str, rows: GroupedQuantRows, layout: QuantizedLayout) -> np
         lambda at: f"holds {steps[at][outside[at]][0]} times its scale, and {storage} holds {low} to {high}",
     )
     return _bytes(packed.assemble(Groups(stored.astype(np.uint8), scales, minima)))
+
+
+def _any_three(codes: np.ndarray) -> bool:
+    return bool((codes & codes >> np.uint8(1) & np.uint8(0x55)).any())
 
 
 def _check_width(width: int, group_size: int) -> None:

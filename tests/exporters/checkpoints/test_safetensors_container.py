@@ -312,3 +312,12 @@ def test_a_folder_of_pickles_is_refused_with_advice(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "pytorch_model.bin"):
         with pytest.raises(CheckpointError, match=r"pickle.*Take the safetensors files of the same model"):
             open_checkpoint(path)
+
+
+def test_a_header_whose_length_starts_as_a_pickle_does(tmp_path: Path) -> None:
+    for length in (0x80, 0x0180, 0x0780):
+        header = b'{"__metadata__":{}}'
+        with (tmp_path / "a.safetensors").open("wb") as file:
+            file.write(length.to_bytes(8, "little") + header)
+            file.write(b" " * (length - len(header)))
+        assert open_checkpoint(tmp_path / "a.safetensors").tensors == {}
