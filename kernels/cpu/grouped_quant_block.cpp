@@ -1,29 +1,7 @@
 // The arithmetic of one part of a product, compiled once for each instruction set under the name
-// INTAGLIO_COMPUTE_BLOCK. No templates of the standard library here: the linker keeps one copy of
-// each, and must not keep one that needs more than the machine has.
+// INTAGLIO_COMPUTE_BLOCK: the regime of few rows.
 
-#include <cstring>
-
-#include "grouped_quant_matmul.h"
-
-#if defined(__AVX2__) || defined(__AVX512F__)
-#include <immintrin.h>
-#endif
-
-#if defined(_MSC_VER) && !defined(__clang__)
-#define INTAGLIO_INLINE __forceinline
-#else
-#define INTAGLIO_INLINE __attribute__((always_inline)) inline
-#endif
-
-// Loops over registers: an array of them stays in memory unless every index is a constant.
-#if defined(__clang__)
-#define INTAGLIO_UNROLL _Pragma("clang loop unroll(full)")
-#elif defined(__GNUC__)
-#define INTAGLIO_UNROLL _Pragma("GCC unroll 16")
-#else
-#define INTAGLIO_UNROLL
-#endif
+#include "grouped_quant_arithmetic.h"
 
 namespace intaglio {
 namespace {
@@ -37,70 +15,7 @@ constexpr std::size_t kChunk = 1024;
 // Rows of the weight decoded together: 8 * 1024 floats are 32 KiB of stack, and fit the first-level cache.
 constexpr std::size_t kPanel = 8;
 
-INTAGLIO_INLINE std::size_t smaller(std::size_t a, std::size_t b) { return a < b ? a : b; }
-
-// Width consecutive floats, in a register where the target has one of that width.
-#if defined(__GNUC__) || defined(__clang__)
-template <std::size_t Width>
-struct Vector {
-    typedef float Type __attribute__((vector_size(Width * sizeof(float))));
-    Type v;
-    INTAGLIO_INLINE void load(const void* from) { std::memcpy(&v, from, sizeof v); }
-    INTAGLIO_INLINE void store(void* to) const { std::memcpy(to, &v, sizeof v); }
-    INTAGLIO_INLINE void clear() { v = Type{}; }
-    INTAGLIO_INLINE void add_product(const Vector& a, const Vector& b) { v += a.v * b.v; }
-};
-#else
-template <std::size_t Width>
-struct Vector {
-    float v[Width];
-    INTAGLIO_INLINE void load(const void* from) { std::memcpy(v, from, sizeof v); }
-    INTAGLIO_INLINE void store(void* to) const { std::memcpy(to, v, sizeof v); }
-    INTAGLIO_INLINE void clear() {
-        for (float& lane : v) lane = 0;
-    }
-    INTAGLIO_INLINE void add_product(const Vector& a, const Vector& b) {
-        for (std::size_t i = 0; i < Width; ++i) v[i] += a.v[i] * b.v[i];
-    }
-};
-#endif
-
-INTAGLIO_INLINE float float_of_bits(std::uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-INTAGLIO_INLINE float float_of_half(std::uint16_t half) {
-    const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000u) << 16;
-    const std::uint32_t magnitude = half & 0x7fffu;
-    // Subnormal halves go through an integer, since a thread may treat float32 subnormals as zero.
-    const float small = static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-24f;
-    std::uint32_t small_bits;
-    std::memcpy(&small_bits, &small, sizeof small_bits);
-    const std::uint32_t normal = (magnitude << 13) + (magnitude >= 0x7c00u ? 0x70000000u : 0x38000000u);
-    return float_of_bits(sign | (magnitude < 0x0400u ? small_bits : normal));
-}
-
-INTAGLIO_INLINE void load_scales(const std::uint8_t* from, std::size_t first, std::size_t count,
-                                 ScaleType type, float* to) {
-    if (type == ScaleType::kFloat32) {
-        std::memcpy(to, from + first * 4, count * 4);
-        return;
-    }
-    from += first * 2;
-    for (std::size_t i = 0; i < count; ++i) {
-        std::uint16_t bits;
-        std::memcpy(&bits, from + 2 * i, sizeof bits);
-        to[i] = type == ScaleType::kFloat16 ? float_of_half(bits)
-                                            : float_of_bits(static_cast<std::uint32_t>(bits) << 16);
-    }
-}
-
-// A packed byte to its codes, one a byte, the first in the lowest: little-endian, as ONNX data is.
-#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "the kernels read weights in place, which needs a little-endian machine"
-#endif
+// A packed byte to its codes, one a byte.
 INTAGLIO_INLINE void spread(std::uint8_t byte, std::uint16_t& nibbles) {
     nibbles = static_cast<std::uint16_t>((byte | byte << 4) & 0x0f0f);
 }

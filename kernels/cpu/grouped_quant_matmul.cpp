@@ -1,14 +1,35 @@
 #include "grouped_quant_matmul.h"
 
 #include <algorithm>
+#include <memory>
+#include <new>
 
 namespace intaglio {
 namespace {
 
-// Rows of x that meet a panel in turn: 256 * 1024 floats are 1 MiB, and fit the second-level cache.
+// From this many rows of x on, decoding the weight to a panel costs less than the panel saves.
+constexpr std::size_t kManyRows = 16;
+
+// Few rows. Rows of x that meet a panel in turn: 256 * 1024 floats are 1 MiB, and fit the second-level cache.
 constexpr std::size_t kMaxRows = 256;
 // Rows of the weight that a part takes, in panels.
 constexpr std::size_t kPanelRows = 8, kMaxColumns = 64;
+
+// Many rows. A product is cut into at least this many parts, so that the threads end together, but not
+// below these sizes: each part decodes its columns of the weight and copies its rows of x.
+constexpr std::size_t kParts = 32, kMinPartColumns = 64, kMinPartRows = 192;
+
+std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
+
+// The panel of this thread, kept until the thread ends; null where there is no memory for it.
+float* thread_panel() noexcept {
+    struct alignas(64) Panel {
+        float values[kPanelColumns * kPanelInputs];
+    };
+    static thread_local std::unique_ptr<Panel> panel;
+    if (!panel) panel.reset(new (std::nothrow) Panel);
+    return panel ? panel->values : nullptr;
+}
 
 }  // namespace
 
@@ -19,24 +40,34 @@ InstructionSet best_instruction_set() {
 #endif
 #if INTAGLIO_HAS_avx512
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma"))
         return InstructionSet::kAvx512;
 #endif
 #if INTAGLIO_HAS_avx2
-    if (__builtin_cpu_supports("avx2")) return InstructionSet::kAvx2;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return InstructionSet::kAvx2;
 #endif
     return InstructionSet::kPortable;
 }
 
-Partition::Partition(const GroupedQuantMatMul& product) : product_(product) {
+Partition::Partition(const GroupedQuantMatMul& product)
+    : product_(product), has_many_rows_(product.M >= kManyRows) {
     // About this many multiplications make a part: enough to pay for handing it over, and few enough
     // for the threads to end together.
     constexpr std::size_t work = std::size_t{1} << 19;
-    rows_ = std::min(product.M, kMaxRows);
-    const std::size_t wanted = work / std::max<std::size_t>(rows_ * product.K, 1) / kPanelRows * kPanelRows;
-    columns_ = std::clamp(wanted, kPanelRows, kMaxColumns);
-    row_parts_ = rows_ ? (product.M + rows_ - 1) / rows_ : 0;
-    column_parts_ = (product.N + columns_ - 1) / columns_;
+    if (has_many_rows_) {
+        const std::size_t wanted = ceil_div(ceil_div(product.N, kParts), kMinPartColumns) * kMinPartColumns;
+        columns_ = std::min(wanted, kPanelColumns);
+        column_parts_ = ceil_div(product.N, columns_);
+        const std::size_t splits = std::min(ceil_div(kParts, column_parts_), product.M / kMinPartRows);
+        rows_ = ceil_div(product.M, std::max<std::size_t>(splits, 1));
+    } else {
+        rows_ = std::min(product.M, kMaxRows);
+        const std::size_t wanted =
+            work / std::max<std::size_t>(rows_ * product.K, 1) / kPanelRows * kPanelRows;
+        columns_ = std::clamp(wanted, kPanelRows, kMaxColumns);
+        column_parts_ = ceil_div(product.N, columns_);
+    }
+    row_parts_ = rows_ ? ceil_div(product.M, rows_) : 0;
     is_small_ = product.M * product.N * product.K < work / 8;
 }
 
@@ -47,14 +78,18 @@ void Partition::compute(InstructionSet set, std::size_t part) const noexcept {
     block.row_end = std::min(block.row + rows_, p.M);
     block.column = part % column_parts_ * columns_;
     block.column_end = std::min(block.column + columns_, p.N);
+    // Without memory for a panel the other regime computes the same, slower.
+    float* panel = has_many_rows_ ? thread_panel() : nullptr;
 #if INTAGLIO_HAS_avx512
-    if (set == InstructionSet::kAvx512) return compute_block_avx512(p, block);
+    if (set == InstructionSet::kAvx512)
+        return panel ? compute_panel_avx512(p, block, panel) : compute_block_avx512(p, block);
 #endif
 #if INTAGLIO_HAS_avx2
-    if (set == InstructionSet::kAvx2) return compute_block_avx2(p, block);
+    if (set == InstructionSet::kAvx2)
+        return panel ? compute_panel_avx2(p, block, panel) : compute_block_avx2(p, block);
 #endif
     (void)set;
-    compute_block_portable(p, block);
+    return panel ? compute_panel_portable(p, block, panel) : compute_block_portable(p, block);
 }
 
 }  // namespace intaglio

@@ -1,9 +1,10 @@
 // y = x times the transpose of a grouped-quantized weight, in float32 throughout.
 //
-// The weight stays packed; only panels of a few rows and kChunk inputs are decoded at a time.
-// Dequantization is bit-equal to intaglio.kernels.grouped_quant.dequantize. The order in which the
-// products of one output are added depends on `in` alone, so a result is the same for every
-// instruction set, number of threads and number of rows of x. Legend: M rows of x, N = out, K = in.
+// The weight stays packed; only panels of it are decoded at a time. Dequantization is bit-equal to
+// intaglio.kernels.grouped_quant.dequantize. There are two regimes, few rows of x and many, and in each
+// the order in which the products of one output are added depends on `in` alone: a result is the same
+// for every number of threads and, within a regime, of rows. With few rows nothing is fused, and a result
+// is the same for every instruction set too. Legend: M rows of x, N = out, K = in.
 #pragma once
 
 #include <cstddef>
@@ -33,10 +34,20 @@ struct OutputBlock {
     std::size_t row, row_end, column, column_end;
 };
 
-// Each writes a block of y. Only those that the compiler could build are defined.
+// Few rows: each writes a block of y. Only those that the compiler could build are defined.
 void compute_block_portable(const GroupedQuantMatMul& product, const OutputBlock& block) noexcept;
 void compute_block_avx2(const GroupedQuantMatMul& product, const OutputBlock& block) noexcept;
 void compute_block_avx512(const GroupedQuantMatMul& product, const OutputBlock& block) noexcept;
+
+// Many rows: a block is at most kPanelColumns wide, and all its rows meet a decoded panel of
+// kPanelColumns columns of y and kPanelInputs inputs.
+constexpr std::size_t kPanelColumns = 192, kPanelInputs = 512;
+
+// Each needs kPanelColumns * kPanelInputs floats at `panel`, aligned to 64 bytes.
+void compute_panel_portable(const GroupedQuantMatMul& product, const OutputBlock& block,
+                            float* panel) noexcept;
+void compute_panel_avx2(const GroupedQuantMatMul& product, const OutputBlock& block, float* panel) noexcept;
+void compute_panel_avx512(const GroupedQuantMatMul& product, const OutputBlock& block, float* panel) noexcept;
 
 enum class InstructionSet { kPortable, kAvx2, kAvx512 };
 
@@ -56,6 +67,7 @@ class Partition {
 
    private:
     const GroupedQuantMatMul& product_;
+    bool has_many_rows_;
     std::size_t rows_, columns_, row_parts_, column_parts_;
     bool is_small_;
 };
