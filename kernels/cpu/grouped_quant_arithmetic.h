@@ -28,6 +28,13 @@
 #define INTAGLIO_UNROLL
 #endif
 
+// Short loops that GCC would unroll into scalars before it looks for vectors.
+#if defined(__GNUC__) && !defined(__clang__)
+#define INTAGLIO_VECTORIZE _Pragma("GCC unroll 1")
+#else
+#define INTAGLIO_VECTORIZE
+#endif
+
 // A packed byte holds its first code in the lowest bits, and scales are little-endian, as ONNX data is.
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the kernels read weights in place, which needs a little-endian machine"
@@ -35,6 +42,14 @@
 
 namespace intaglio {
 namespace {
+
+INTAGLIO_INLINE void prefetch(const void* from) {
+#if defined(__GNUC__) || defined(__clang__)
+    __builtin_prefetch(from);
+#else
+    (void)from;
+#endif
+}
 
 INTAGLIO_INLINE std::size_t smaller(std::size_t a, std::size_t b) { return a < b ? a : b; }
 

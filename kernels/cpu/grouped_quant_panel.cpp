@@ -87,16 +87,25 @@ INTAGLIO_INLINE void transpose(const std::uint8_t* const (&rows)[kLanes], std::s
         for (std::size_t i = 0; i < kLanes; ++i) to[at * kLanes + i] = rows[i][at];
 }
 
-// The scale at `index[i]` for each i, to float32.
-INTAGLIO_INLINE void gather_scales(const std::uint8_t* from, const std::size_t (&index)[kLanes],
-                                   std::size_t group, ScaleType type, float* to) {
-    if (type == ScaleType::kFloat32) {
-        for (std::size_t i = 0; i < kLanes; ++i) std::memcpy(to + i, from + (index[i] + group) * 4, 4);
+// Bytes [size, kLanes] of kLanes scales to float32.
+INTAGLIO_INLINE void convert_scales(const std::uint8_t* bytes, ScaleType type, float* to) {
+    std::uint32_t bits[kLanes];
+    INTAGLIO_VECTORIZE
+    for (std::size_t i = 0; i < kLanes; ++i)
+        bits[i] = bytes[i] | static_cast<std::uint32_t>(bytes[kLanes + i]) << 8;
+    if (type == ScaleType::kFloat16) {
+        INTAGLIO_VECTORIZE
+        for (std::size_t i = 0; i < kLanes; ++i) to[i] = float_of_half(static_cast<std::uint16_t>(bits[i]));
         return;
     }
-    std::uint8_t halves[kLanes * 2];
-    for (std::size_t i = 0; i < kLanes; ++i) std::memcpy(halves + 2 * i, from + (index[i] + group) * 2, 2);
-    load_scales(halves, 0, kLanes, type, to);
+    INTAGLIO_VECTORIZE
+    for (std::size_t i = 0; i < kLanes; ++i) {
+        if (type == ScaleType::kBfloat16) bits[i] <<= 16;
+        if (type == ScaleType::kFloat32)
+            bits[i] |= static_cast<std::uint32_t>(bytes[2 * kLanes + i]) << 16 |
+                       static_cast<std::uint32_t>(bytes[3 * kLanes + i]) << 24;
+        to[i] = float_of_bits(bits[i]);
+    }
 }
 
 // The codes of kLanes packed bytes, one of each of kLanes columns, to float32: [8 / Bits, kLanes].
@@ -106,12 +115,18 @@ INTAGLIO_INLINE void dequantize_bytes(const std::uint8_t* packed, int zero_point
 #if defined(__AVX512F__)
     const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(packed)));
     const __m512 scale = _mm512_loadu_ps(scales), offset = _mm512_loadu_ps(offsets);
+    // Code minus zero point for each of the 16 values of the lowest four bits, which is all that the
+    // permutation looks at.
+    const __m512i numbers = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512 levels = _mm512_cvtepi32_ps(_mm512_sub_epi32(
+        _mm512_and_si512(numbers, _mm512_set1_epi32((1 << Bits) - 1)), _mm512_set1_epi32(zero_point)));
     INTAGLIO_UNROLL
     for (int i = 0; i < 8 / Bits; ++i) {
-        const __m512i codes = _mm512_and_si512(_mm512_srli_epi32(bytes, static_cast<unsigned>(i * Bits)),
-                                               _mm512_set1_epi32((1 << Bits) - 1));
-        const __m512i values = _mm512_sub_epi32(codes, _mm512_set1_epi32(zero_point));
-        const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(values), scale);
+        const __m512i codes = _mm512_srli_epi32(bytes, static_cast<unsigned>(i * Bits));
+        const __m512 values =
+            Bits < 8 ? _mm512_permutexvar_ps(codes, levels)
+                     : _mm512_cvtepi32_ps(_mm512_sub_epi32(codes, _mm512_set1_epi32(zero_point)));
+        const __m512 scaled = _mm512_mul_ps(values, scale);
         _mm512_storeu_ps(w + static_cast<std::size_t>(i) * kLanes, _mm512_add_ps(scaled, offset));
     }
 #elif defined(__AVX2__)
@@ -143,30 +158,43 @@ INTAGLIO_INLINE void dequantize_bytes(const std::uint8_t* packed, int zero_point
 template <int Bits>
 INTAGLIO_INLINE void decode_sliver(const GroupedQuantMatMul& p, std::size_t column, std::size_t k,
                                    std::size_t count, float* w) {
-    alignas(64) std::uint8_t packed[kSliver * Bits / 8];
+    constexpr std::size_t per_byte = 8 / Bits, batch = 32;
+    alignas(64) std::uint8_t codes[kSliver / per_byte];
+    alignas(64) std::uint8_t scale_bytes[batch * 4 * kLanes], offset_bytes[batch * 4 * kLanes];
     alignas(64) float scales[kLanes], offsets[kLanes];
-    constexpr std::size_t per_byte = 8 / Bits;
-    const std::size_t groups = p.K / p.group_size;
+    const std::size_t groups = p.K / p.group_size, last_group = (k + count - 1) / p.group_size;
+    const std::size_t scale_size = p.scale_type == ScaleType::kFloat32 ? 4 : 2;
+    const int zero_point = p.zero_point;
     const std::uint8_t* rows[kLanes];
-    std::size_t first_group[kLanes];
+    std::size_t weight_rows[kLanes];
     for (std::size_t i = 0; i < kLanes; ++i) {
-        const std::size_t n = smaller(column + i, p.N - 1);
-        rows[i] = p.codes + (n * p.K + k) / per_byte;
-        first_group[i] = n * groups;
+        weight_rows[i] = smaller(column + i, p.N - 1);
+        rows[i] = p.codes + (weight_rows[i] * p.K + k) / per_byte;
     }
-    transpose(rows, count / per_byte, packed);
+    transpose(rows, count / per_byte, codes);
     if (!p.offset_per_group) {
         load_scales(p.offsets, 0, 1, p.scale_type, offsets);
         for (float& offset : offsets) offset = offsets[0];
     }
-    for (std::size_t done = 0; done < count;) {
-        const std::size_t group = (k + done) / p.group_size;
-        gather_scales(p.scales, first_group, group, p.scale_type, scales);
-        if (p.offset_per_group) gather_scales(p.offsets, first_group, group, p.scale_type, offsets);
-        const std::size_t end = smaller((group + 1) * p.group_size - k, count);
-        for (; done < end; done += per_byte)
-            dequantize_bytes<Bits>(packed + done / per_byte * kLanes, p.zero_point, scales, offsets,
-                                   w + done * kLanes);
+    std::size_t done = 0;
+    for (std::size_t first = k / p.group_size; first <= last_group; first += batch) {
+        const std::size_t in_batch = smaller(batch, last_group + 1 - first);
+        const auto transpose_scales = [&](const std::uint8_t* from, std::uint8_t* to) {
+            for (std::size_t i = 0; i < kLanes; ++i)
+                rows[i] = from + (weight_rows[i] * groups + first) * scale_size;
+            transpose(rows, in_batch * scale_size, to);
+        };
+        transpose_scales(p.scales, scale_bytes);
+        if (p.offset_per_group) transpose_scales(p.offsets, offset_bytes);
+        for (std::size_t g = 0; g < in_batch; ++g) {
+            convert_scales(scale_bytes + g * scale_size * kLanes, p.scale_type, scales);
+            if (p.offset_per_group)
+                convert_scales(offset_bytes + g * scale_size * kLanes, p.scale_type, offsets);
+            const std::size_t end = smaller((first + g + 1) * p.group_size - k, count);
+            for (; done < end; done += per_byte)
+                dequantize_bytes<Bits>(codes + done / per_byte * kLanes, zero_point, scales, offsets,
+                                       w + done * kLanes);
+        }
     }
 }
 
@@ -189,10 +217,16 @@ struct Step : OutputBlock {
     std::size_t k, count;
 };
 
+// Rows of x to fetch while a tile is computed, from the start of the panel's inputs.
+struct NextRows {
+    const char* x;
+    std::size_t row, row_end;
+};
+
 // Rows rows of the strip times kTileColumns columns of the panel from `column` on, into y.
 template <std::size_t Rows>
 INTAGLIO_INLINE void multiply_tile(const GroupedQuantMatMul& p, const Step& b, const float* strip,
-                                   const float* panel, std::size_t column) {
+                                   const float* panel, std::size_t column, const NextRows& next) {
     const std::size_t first = column - b.column;
     panel += first / kLanes * kSliver + first % kLanes;
     Vector<kWidth> sum[Rows][kVectors], w[kVectors], x;
@@ -201,19 +235,24 @@ INTAGLIO_INLINE void multiply_tile(const GroupedQuantMatMul& p, const Step& b, c
         INTAGLIO_UNROLL
         for (std::size_t c = 0; c < kVectors; ++c) sum[r][c].clear();
     }
-    for (std::size_t k = 0; k < b.count; ++k) {
-        INTAGLIO_UNROLL
-        for (std::size_t c = 0; c < kVectors; ++c)
-            w[c].load(panel + c * kWidth / kLanes * kSliver + c * kWidth % kLanes + k * kLanes);
-        INTAGLIO_UNROLL
-        for (std::size_t r = 0; r < Rows; ++r) {
-            x.fill(strip[r * kStripStride + k]);
+    float* y = p.y + b.row * p.N + column;
+    for (std::size_t r = 0; r < Rows; ++r)
+        for (std::size_t c = 0; c < kTileColumns; c += kLanes) prefetch(y + r * p.N + c);
+    for (std::size_t k = 0; k < b.count;) {
+        for (std::size_t r = next.row; r < next.row_end; ++r) prefetch(next.x + (r * p.K + k) * sizeof(float));
+        for (const std::size_t end = smaller(k + kLanes, b.count); k < end; ++k) {
             INTAGLIO_UNROLL
-            for (std::size_t c = 0; c < kVectors; ++c) add_fused_product(sum[r][c], x, w[c]);
+            for (std::size_t c = 0; c < kVectors; ++c)
+                w[c].load(panel + c * kWidth / kLanes * kSliver + c * kWidth % kLanes + k * kLanes);
+            INTAGLIO_UNROLL
+            for (std::size_t r = 0; r < Rows; ++r) {
+                x.fill(strip[r * kStripStride + k]);
+                INTAGLIO_UNROLL
+                for (std::size_t c = 0; c < kVectors; ++c) add_fused_product(sum[r][c], x, w[c]);
+            }
         }
     }
 
-    float* y = p.y + b.row * p.N + column;
     if (column + kTileColumns <= b.column_end) {
         INTAGLIO_UNROLL
         for (std::size_t r = 0; r < Rows; ++r) {
@@ -242,11 +281,17 @@ INTAGLIO_INLINE void multiply_tile(const GroupedQuantMatMul& p, const Step& b, c
 
 // Rows [b.row, b.row_end), of which there are at most Rows, times the panel.
 template <std::size_t Rows>
-void multiply_strip(const GroupedQuantMatMul& p, const Step& b, const float* strip, const float* panel) {
+void multiply_strip(const GroupedQuantMatMul& p, const Step& b, const float* strip, const float* panel,
+                    std::size_t last_row) {
     if constexpr (Rows > 1)
-        if (b.row_end - b.row < Rows) return multiply_strip<Rows - 1>(p, b, strip, panel);
-    for (std::size_t column = b.column; column < b.column_end; column += kTileColumns)
-        multiply_tile<Rows>(p, b, strip, panel, column);
+        if (b.row_end - b.row < Rows) return multiply_strip<Rows - 1>(p, b, strip, panel, last_row);
+    const std::size_t tiles = (b.column_end - b.column + kTileColumns - 1) / kTileColumns;
+    const std::size_t next_rows = smaller(Rows, last_row - b.row_end);
+    for (std::size_t i = 0; i < tiles; ++i) {
+        const NextRows next{static_cast<const char*>(p.x) + (b.row_end * p.K + b.k) * sizeof(float),
+                            next_rows * i / tiles, next_rows * (i + 1) / tiles};
+        multiply_tile<Rows>(p, b, strip, panel, b.column + i * kTileColumns, next);
+    }
 }
 
 template <int Bits>
@@ -268,7 +313,7 @@ INTAGLIO_INLINE void compute_panel(const GroupedQuantMatMul& p, const OutputBloc
                 std::memcpy(strip + (r - b.row) * kStripStride,
                             static_cast<const char*>(p.x) + (r * p.K + b.k) * sizeof(float),
                             b.count * sizeof(float));
-            multiply_strip<kRows>(p, b, strip, panel);
+            multiply_strip<kRows>(p, b, strip, panel, part.row_end);
         }
     }
 }

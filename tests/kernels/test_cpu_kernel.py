@@ -27,7 +27,9 @@ from intaglio.kernels.grouped_quant import (
 )
 
 INSTRUCTION_SETS = ("portable", "avx2", "avx512")
-ROWS = (0, 1, 2, 3, 5, 17, 64)
+# The kernel has one regime for fewer rows than this and one for the rest.
+MANY_ROWS = 8
+ROWS = (0, 1, 2, 3, 5, MANY_ROWS - 1, MANY_ROWS, 17, 64)
 
 
 def random_rows(
@@ -95,6 +97,11 @@ def run(session: Any, x: np.ndarray) -> np.ndarray:
     return session.run(None, {"x": x})[0]
 
 
+def run_in_slices(session: Any, x: np.ndarray, count: int) -> np.ndarray:
+    """The rows of x, ``count`` at a time: below MANY_ROWS in the regime of few rows."""
+    return np.concatenate([run(session, x[start : start + count]) for start in range(0, len(x), count)])
+
+
 def bits_of(array: np.ndarray) -> np.ndarray:
     return array.view(np.uint32)
 
@@ -141,6 +148,38 @@ def test_every_format_matches_the_float64_product(
         assert np.linalg.norm(y - expected) <= 1e-6 * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize(
+    ("bits", "group_size", "groups"), [(2, 128, 6), (2, 4, 150), (4, 6, 171), (4, 1024, 1), (8, 1, 515), (8, 24, 22)]
+)
+@pytest.mark.parametrize("outputs", [1, 31, 113])
+def test_many_rows_match_the_float64_product_at_every_edge(
+    bits: int, group_size: int, groups: int, outputs: int, instruction_set: str
+) -> None:
+    """Tails of rows, columns and inputs, beside whole tiles and panels, and groups across two panels."""
+    rng = np.random.default_rng(outputs)
+    quantization = GroupedQuantFormat(bits, group_size, 1)
+    dtype = SCALE_DTYPES[outputs % len(SCALE_DTYPES)]
+    rows = random_rows(rng, (outputs, groups * group_size), quantization, dtype)
+    session = load_rows(rows, quantization)
+    weight = dequantize(rows, quantization).astype(np.float64)
+    for count in (MANY_ROWS, 13, 14, 15, 29, 391):
+        x = rng.normal(size=(count, groups * group_size)).astype(np.float32)
+        expected = x.astype(np.float64) @ weight.T
+        difference = np.abs(run(session, x) - expected)
+        assert (difference <= 1e-6 * (np.abs(x) @ np.abs(weight).T)).all()
+
+
+def test_many_rows_of_a_wide_weight_match_the_float64_product(instruction_set: str) -> None:
+    """Parts as wide as they get, and a narrower last one."""
+    rng = np.random.default_rng(10)
+    quantization = GroupedQuantFormat(4, 86, 8)
+    rows = random_rows(rng, (6200, 516), quantization)
+    x = rng.normal(size=(MANY_ROWS, 516)).astype(np.float32)
+    weight = dequantize(rows, quantization).astype(np.float64)
+    difference = np.abs(run(load_rows(rows, quantization), x) - x.astype(np.float64) @ weight.T)
+    assert (difference <= 1e-6 * (np.abs(x) @ np.abs(weight).T)).all()
+
+
 @pytest.mark.parametrize("dtype", SCALE_DTYPES, ids=str)
 @pytest.mark.parametrize("has_offsets", [False, True])
 @pytest.mark.parametrize(("bits", "group_size"), [(2, 128), (2, 4), (4, 32), (4, 6), (8, 1), (8, 48)])
@@ -149,27 +188,34 @@ def test_the_weight_is_dequantized_bit_for_bit(
 ) -> None:
     rng = np.random.default_rng(7)
     quantization = GroupedQuantFormat(bits, group_size, 1)
-    rows = random_rows(rng, (5, group_size * 3), quantization, dtype, has_offsets)
-    # A unit vector picks one column of the weight: everything else adds an exact zero.
-    columns = run(load_rows(rows, quantization), np.eye(group_size * 3, dtype=np.float32)).T
+    width = group_size * 3
+    rows = random_rows(rng, (5, width), quantization, dtype, has_offsets)
+    session = load_rows(rows, quantization)
     expected = dequantize(rows, quantization) + np.float32(0)  # a sum that starts at 0 has no -0
-    np.testing.assert_array_equal(bits_of(np.ascontiguousarray(columns)), bits_of(expected))
+    # A unit vector picks one column of the weight: everything else adds an exact zero.
+    unit = np.tile(np.eye(width, dtype=np.float32), (MANY_ROWS, 1))
+    for count in (MANY_ROWS - 1, len(unit)):
+        columns = run_in_slices(session, unit, count)[-width:].T
+        np.testing.assert_array_equal(bits_of(np.ascontiguousarray(columns)), bits_of(expected))
 
 
 def test_every_float16_scale_is_converted_exactly(instruction_set: str) -> None:
     halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     scales = halves[np.isfinite(halves)].reshape(-1, 64)
     rows = GroupedQuantRows(np.ones(scales.shape, np.uint8), scales, np.zeros((), np.float16))
-    y = run(load_rows(rows, GroupedQuantFormat(8, 1, 0)), np.eye(64, dtype=np.float32)).T
-    np.testing.assert_array_equal(y, scales.astype(np.float32))
+    session = load_rows(rows, GroupedQuantFormat(8, 1, 0))
+    for count in (MANY_ROWS - 1, 64):
+        y = run_in_slices(session, np.eye(64, dtype=np.float32), count).T
+        np.testing.assert_array_equal(y, scales.astype(np.float32))
 
 
 def test_infinite_and_nan_scales_are_kept() -> None:
     for dtype in SCALE_DTYPES:
         scales = np.array([[np.inf], [-np.inf], [np.nan]]).astype(dtype)
         rows = GroupedQuantRows(np.ones((3, 1), np.uint8), scales, np.zeros((), dtype))
-        y = run(load_rows(rows, GroupedQuantFormat(8, 1, 0)), np.ones((1, 1), np.float32))
-        np.testing.assert_array_equal(y, [[np.inf, -np.inf, np.nan]])
+        for count in (1, MANY_ROWS):
+            y = run(load_rows(rows, GroupedQuantFormat(8, 1, 0)), np.ones((count, 1), np.float32))
+            np.testing.assert_array_equal(y, [[np.inf, -np.inf, np.nan]] * count)
 
 
 @pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 3, 64), (2, 1, 3, 64), (0, 64), (2, 0, 64)])
@@ -183,37 +229,72 @@ def test_leading_dims_of_x_are_kept(shape: tuple[int, ...]) -> None:
     np.testing.assert_allclose(y, matmul(x, rows, quantization), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("bits", "group_size", "width"), [(4, 32, 1536), (2, 128, 1152), (8, 20, 2100)])
-def test_results_do_not_depend_on_threads_rows_or_instruction_set(
+PRODUCTS = pytest.mark.parametrize(("bits", "group_size", "width"), [(4, 32, 1536), (2, 128, 1152), (8, 20, 2100)])
+
+
+@PRODUCTS
+@pytest.mark.parametrize("count", [MANY_ROWS - 1, 459])
+def test_results_do_not_depend_on_threads(bits: int, group_size: int, width: int, count: int) -> None:
+    rng = np.random.default_rng(3)
+    quantization = GroupedQuantFormat(bits, group_size, 1)
+    # Columns enough for several parts, and, of the larger count, rows too.
+    rows = random_rows(rng, (83, width), quantization)
+    x = rng.normal(size=(count, width)).astype(np.float32)
+    expected = bits_of(run(load_rows(rows, quantization, threads=1), x))
+    for threads in (2, 3):
+        np.testing.assert_array_equal(bits_of(run(load_rows(rows, quantization, threads), x)), expected)
+
+
+@PRODUCTS
+def test_few_rows_do_not_depend_on_their_number_or_the_instruction_set(
     bits: int, group_size: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = np.random.default_rng(3)
     quantization = GroupedQuantFormat(bits, group_size, 1)
     rows = random_rows(rng, (83, width), quantization)
-    # More rows than one part takes, so that the parts are many in both directions.
-    x = rng.normal(size=(259, width)).astype(np.float32)
-    expected = bits_of(run(load_rows(rows, quantization, threads=1), x))
-    for threads in (2, 3):
-        np.testing.assert_array_equal(bits_of(run(load_rows(rows, quantization, threads), x)), expected)
-
-    session = load_rows(rows, quantization)
-    for count in (1, 2, 3, 4, 5, 17):
-        for start in (0, 100):
-            alone = bits_of(run(session, x[start : start + count]))
-            np.testing.assert_array_equal(alone, expected[start : start + count])
-
+    x = rng.normal(size=(20, width)).astype(np.float32)
+    expected = bits_of(run_in_slices(load_rows(rows, quantization), x, 1))
     for name in INSTRUCTION_SETS:
         monkeypatch.setenv("INTAGLIO_CPU_ISA", name)
         if has_chosen_instruction_set():
             session = load_rows(rows, quantization)
-            np.testing.assert_array_equal(bits_of(run(session, x)), expected)
+            for count in range(1, MANY_ROWS):
+                np.testing.assert_array_equal(bits_of(run_in_slices(session, x, count)), expected)
 
 
-def test_a_column_does_not_depend_on_its_neighbours() -> None:
+@PRODUCTS
+def test_many_rows_do_not_depend_on_their_number_or_the_width_of_vectors(
+    bits: int, group_size: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(3)
+    quantization = GroupedQuantFormat(bits, group_size, 1)
+    rows = random_rows(rng, (83, width), quantization)
+    x = rng.normal(size=(459, width)).astype(np.float32)
+    expected = x.astype(np.float64) @ dequantize(rows, quantization).T.astype(np.float64)
+    fused = []
+    for name in INSTRUCTION_SETS:
+        monkeypatch.setenv("INTAGLIO_CPU_ISA", name)
+        if not has_chosen_instruction_set():
+            continue
+        session = load_rows(rows, quantization)
+        y = run(session, x)
+        for count in (MANY_ROWS, 9, 14, 23):
+            for start in (0, 100):
+                alone = bits_of(run(session, x[start : start + count]))
+                np.testing.assert_array_equal(alone, bits_of(y)[start : start + count])
+        assert np.linalg.norm(y - expected) <= 1e-6 * np.linalg.norm(expected)
+        if name != "portable":
+            fused.append(bits_of(y))
+    for y in fused[1:]:
+        np.testing.assert_array_equal(y, fused[0])
+
+
+@pytest.mark.parametrize("count", [6, 30])
+def test_a_column_does_not_depend_on_its_neighbours(count: int) -> None:
     rng = np.random.default_rng(4)
     quantization = GroupedQuantFormat(4, 32, 8)
     rows = random_rows(rng, (21, 96), quantization)
-    x = rng.normal(size=(6, 96)).astype(np.float32)
+    x = rng.normal(size=(count, 96)).astype(np.float32)
     whole = run(load_rows(rows, quantization), x)
     for n in (0, 9, 20):
         one = GroupedQuantRows(rows.codes[n : n + 1], rows.scales[n : n + 1], rows.offsets[n : n + 1])
@@ -221,7 +302,10 @@ def test_a_column_does_not_depend_on_its_neighbours() -> None:
 
 
 @pytest.mark.parametrize(("group_size", "width"), [(32, 96), (6, 42)])
-def test_non_finite_activations_follow_ieee_arithmetic(group_size: int, width: int, instruction_set: str) -> None:
+@pytest.mark.parametrize("repeats", [1, 5])
+def test_non_finite_activations_follow_ieee_arithmetic(
+    group_size: int, width: int, repeats: int, instruction_set: str
+) -> None:
     rng = np.random.default_rng(5)
     quantization = GroupedQuantFormat(4, group_size, 8)
     rows = random_rows(rng, (9, width), quantization, has_offsets=False)
@@ -229,11 +313,12 @@ def test_non_finite_activations_follow_ieee_arithmetic(group_size: int, width: i
     # One row each, the first, the last and a middle input; the other rows must stay finite.
     x[1, 0], x[3, width - 1], x[4, 17] = np.inf, np.nan, -np.inf
     x[6, 2], x[6, 3] = np.inf, -np.inf
+    x = np.tile(x, (repeats, 1))  # seven rows are few, 35 are many
     with np.errstate(invalid="ignore"):
         expected = x.astype(np.float64) @ dequantize(rows, quantization).T.astype(np.float64)
     y = run(load_rows(rows, quantization), x)
     special = ~np.isfinite(expected)
-    assert special.any(axis=1).tolist() == [False, True, False, True, True, False, True]
+    assert special.any(axis=1).tolist() == [False, True, False, True, True, False, True] * repeats
     np.testing.assert_array_equal(y[special], expected[special])
     np.testing.assert_allclose(y[~special], expected[~special], rtol=1e-4, atol=1e-5)
 
