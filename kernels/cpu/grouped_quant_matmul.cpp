@@ -16,7 +16,7 @@ constexpr std::size_t kPanelRows = 8, kMaxColumns = 64;
 
 // Many rows: a product is cut into at least this many parts, so that the threads end together, but not
 // below these sizes: each part decodes its columns of the weight and copies its rows of x.
-constexpr std::size_t kParts = 32, kMinPartColumns = 64, kMinPartRows = 192;
+constexpr std::size_t kParts = 32, kMinPartColumns = 48, kMinPartRows = 192;
 
 std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
 
