@@ -231,16 +231,16 @@ def _output(residual: np.ndarray | None, part: np.ndarray, shape: tuple[int, ...
     return np.empty(shape, part.dtype)
 
 
-# What a session holds while a band runs, in bands of its input and output, and what it needs besides: as measured
-# with onnxruntime on the CPU, whose convolutions reorder their inputs, outputs and weights.
-_WORK, _WORK_WHOLE, _WEIGHTS, _CONSTANT = 5.0, 4.5, 2.0, 64 << 20
+# What a session holds while it runs, in activations; copies of its weights; and what a process needs besides. As
+# measured with onnxruntime on the CPU, whose convolutions reorder their inputs, outputs and weights.
+_WORK, _WEIGHTS, _CONSTANT = 4.5, 2.0, 112 << 20
 
 
 def tiled_decode_bytes(config: Mapping[str, Any], height: int, width: int, band_rows: int, itemsize: int = 4) -> int:
     """Peak memory of :func:`decode_tiled` for a picture of this size, in bytes, beyond that of the process before it.
 
-    The largest of all passes: whole input and output, five times a band of both, and once its rows of the residual.
-    Before them comes what is not banded: its weights twice, and five times its largest activation.
+    The largest of all passes: whole input and output, and four and a half times a band of both. Before them comes what
+    is not banded: its weights twice, and four and a half times its largest activation.
     """
     geometry = _Geometry.of(config)
     first = geometry.banded[0]
@@ -258,7 +258,7 @@ def tiled_decode_bytes(config: Mapping[str, Any], height: int, width: int, band_
     before = geometry.widths[first - 1]
     for block in geometry.banded:
         channels = geometry.widths[block]
-        work = band(before, block - 1, max(1, band_rows // 2)) + 2 * band(before, block, band_rows)
+        work = band(before, block - 1, max(1, band_rows // 2)) + band(before, block, band_rows)
         peaks.append(whole(before, block - 1) + whole(before, block) + _WORK * work)
         both = band(before, block, band_rows) + band(channels, block, band_rows)
         peaks.append(whole(before, block) + whole(channels, block) + _WORK * both)
@@ -269,15 +269,15 @@ def tiled_decode_bytes(config: Mapping[str, Any], height: int, width: int, band_
 def decode_bytes(config: Mapping[str, Any], height: int, width: int, itemsize: int = 4) -> int:
     """Peak memory of the stage ``vae_decoder`` for one picture, as :func:`tiled_decode_bytes` counts it.
 
-    The weights twice, and the larger of the input of the last block four and a half times and the scores of the
-    attention, of which each pixel of the latents has one for each, twice.
+    The weights twice, and the larger of two: the input of the last block four and a half times, or the scores of the
+    attention twice, of which each pixel of the decoder's input has one for every other.
     """
     geometry = _Geometry.of(config)
     pixels, blocks = height * width, len(geometry.widths)
     widest = max(geometry.widths[-2:]) * pixels
     scores = (pixels // geometry.scale(0) ** 2) ** 2 if config["mid_block_add_attention"] else 0
     inner = 8 * geometry.widths[0] * (pixels // geometry.scale(0) ** 2)
-    activations = max(_WORK_WHOLE * widest, 2 * scores + inner)
+    activations = max(_WORK * widest, 2 * scores + inner)
     return int((_WEIGHTS * _parameters(geometry, blocks) + activations) * itemsize) + _CONSTANT
 
 
