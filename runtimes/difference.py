@@ -75,3 +75,12 @@ def compare(name: str, found: np.ndarray, expected: np.ndarray) -> Difference:
         return Difference(name, float(square_distance == 0), relative, largest)
     cosine = dot / float(np.sqrt(square_a) * np.sqrt(square_b))
     return Difference(name, cosine, float(np.sqrt(square_distance / square_b)), largest)
+
+
+def measure(name: str, found: np.ndarray, expected: np.ndarray) -> Difference:
+    """:func:`compare`, where other shapes are a problem of the output and not of the caller."""
+    try:
+        return compare(name, found, expected)
+    except InputError:
+        problem = f"has the shape {list(found.shape)}, the reference's {list(expected.shape)}"
+        return Difference(name, 0.0, np.inf, np.inf, problem=problem)

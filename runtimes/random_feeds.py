@@ -87,9 +87,7 @@ def latent_size(dims: Mapping[str, Dim], sizes: Sizes) -> tuple[int, int]:
     return along("height", sizes.height), along("width", sizes.width)
 
 
-def random_feeds(
-    bundle: Bundle, name: str, dims: Mapping[str, Dim], sizes: Sizes, seed: int
-) -> dict[str, np.ndarray]:
+def random_feeds(bundle: Bundle, name: str, dims: Mapping[str, Dim], sizes: Sizes, seed: int) -> dict[str, np.ndarray]:
     """Inputs of the stage ``name`` as an engine takes them.
 
     Of a language model the second row is padded on the left by a third, and a stage with a cache gets as many tokens

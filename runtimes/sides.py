@@ -1,8 +1,9 @@
-"""The two sides of a comparison: an engine, or a portable graph in a runtime of others."""
+"""The two sides of a comparison: an engine, and a portable graph in a runtime of others."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,14 +11,18 @@ from typing import Any, Protocol
 import numpy as np
 
 from intaglio.engines.engine import Engine, open_engine
-from intaglio.engines.references import REFERENCES, check_reference, open_reference
+from intaglio.engines.graph_stats import output_order
+from intaglio.engines.references import check_reference, open_reference
+from intaglio.errors import OutputError
 from intaglio.exporters.bundle import Bundle, Dim, read_bundle
+from intaglio.runtimes.difference import Difference, measure
+from intaglio.runtimes.flow_matching import step
 
 
 class Run(Protocol):
     """A loaded stage. Outputs come one by one, so that a caller who drops them holds no more than one twice."""
 
-    def __call__(self, feeds: Mapping[str, np.ndarray], outputs: Collection[str]) -> Iterator[tuple[str, np.ndarray]]:
+    def __call__(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
         """The chosen ``outputs`` in their order. Raises InputError, EngineError."""
 
 
@@ -44,7 +49,7 @@ class Side:
         return lambda feeds, outputs: _one_by_one(session.run(feeds, outputs, resident=outputs), outputs)
 
 
-def _one_by_one(values: dict[str, Any], names: Collection[str]) -> Iterator[tuple[str, np.ndarray]]:
+def _one_by_one(values: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
     for name in names:
         value = values.pop(name)
         yield name, value if isinstance(value, np.ndarray) else value.numpy()
@@ -63,4 +68,42 @@ def reference_side(bundle: str | Path, name: str) -> Side:
     return Side(name, Path(bundle), described, described.dims)
 
 
-__all__ = ["REFERENCES", "Run", "Side", "engine_side", "reference_side"]
+def beside(engine: Side, reference: Side, stage: str, feeds: Mapping[str, np.ndarray]) -> Iterator[Difference]:
+    """Each output of a stage on both sides, in order of computation. Raises EngineError, OutputError."""
+    names = output_order(reference.graph(stage))
+    # One side after the other, and what the first gave on disk: a picture's taps are larger than its model's weights.
+    with tempfile.TemporaryDirectory(prefix="intaglio-parity-") as folder:
+        files = {name: Path(folder) / f"{i}.npy" for i, name in enumerate(names)}
+        for name, expected in reference.load(stage)(feeds, names):
+            try:
+                np.save(files[name], expected)
+            except OSError as error:
+                raise OutputError(
+                    f"{folder}: cannot hold the reference's outputs ({error.strerror or error}); free space, or let "
+                    "TMPDIR name a larger disk"
+                ) from error
+        for name, found in engine.load(stage)(feeds, names):
+            yield measure(name, found, np.load(files[name], mmap_mode="r"))
+
+
+def sample(
+    run: Run, feeds: Mapping[str, np.ndarray], latents: np.ndarray, sigmas: np.ndarray, timesteps: np.ndarray
+) -> Iterator[tuple[int, np.ndarray, np.ndarray | None]]:
+    """Euler steps with the transformer: the step, its noise, and the latents after it, float32.
+
+    ``latents`` are those before the first, ``sigmas`` one more than ``timesteps``, which are from 0 to 1. Noise that
+    is not finite ends it, with no latents.
+    """
+    for i, timestep in enumerate(timesteps):
+        now = {
+            **feeds,
+            "hidden_states": latents.astype(feeds["hidden_states"].dtype),
+            "timestep": np.full_like(feeds["timestep"], timestep),
+        }
+        ((_, noise),) = run(now, ["noise_pred"])
+        noise = noise.astype(np.float32)
+        if not np.isfinite(noise).all():
+            yield i, noise, None
+            return
+        latents = step(latents, noise, sigmas, i)
+        yield i, noise, latents
