@@ -133,7 +133,7 @@ def _stage(
     schedule: tuple[np.ndarray, np.ndarray] | None,
 ) -> Generator[Difference]:
     run = engine.load(stage)
-    feeds = folder.feeds(stage, engine.bundle.stages[stage])
+    feeds = folder.feeds(stage, engine.stage(stage))
     files = {output: names for output in outputs if (names := folder.output_names(stage, output))}
     if files:
         for output, found in run(feeds, list(files)):

@@ -110,7 +110,7 @@ class _Writing:
 
     def stage(self, name: str) -> None:
         """Runs one stage and writes its inputs and outputs."""
-        feeds = random_feeds(self._side.bundle, name, self._side.dims, self._sizes, self._seed)
+        feeds = random_feeds(self._side.bundle, self._side.stage(name), self._side.dims, self._sizes, self._seed)
         run = self._side.load(name)
         if name == "transformer":
             self._transformer(run, feeds)

@@ -25,6 +25,9 @@ BOUNDS = {
     "float16": Bounds(cosine=0.9999, relative_l2=1e-2),
     "bfloat16": Bounds(cosine=0.99999, relative_l2=1e-4),
 }
+# tract adds up the products of a float16 convolution in float16: measured 1.2e-2 from float32 at the end of a tiny
+# autoencoder, where the engine is at 5e-4.
+REFERENCE_BOUNDS = {("tract", "float16"): Bounds(cosine=0.999, relative_l2=3e-2)}
 GOLDEN = "golden:"
 _PIPELINE = ("text_encoder", "transformer", "vae_decoder", "vae_encoder")
 
@@ -94,7 +97,7 @@ def parity(
     engine = engine_side(bundle, target)
     sizes = Sizes.choose(engine.dims, tokens=tokens, height=height, width=width, batch=batch)
     stages = chosen_stages(engine.bundle, stage)
-    default = BOUNDS[engine.bundle.dtype]
+    default = REFERENCE_BOUNDS.get((against, engine.bundle.dtype), BOUNDS[engine.bundle.dtype])
     bounds = Bounds(
         default.cosine if min_cosine is None else min_cosine, default.relative_l2 if bound is None else bound
     )
@@ -102,7 +105,7 @@ def parity(
 
     def walk() -> Generator[Difference]:
         for name in stages:
-            feeds = random_feeds(engine.bundle, name, engine.dims, sizes, seed)
+            feeds = random_feeds(engine.bundle, engine.stage(name), engine.dims, sizes, seed)
             for difference in beside(engine, reference, name, feeds):
                 yield replace(difference, stage=name, bounds=bounds)
             count.advance(1)

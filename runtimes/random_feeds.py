@@ -87,18 +87,19 @@ def latent_size(dims: Mapping[str, Dim], sizes: Sizes) -> tuple[int, int]:
     return along("height", sizes.height), along("width", sizes.width)
 
 
-def random_feeds(bundle: Bundle, name: str, dims: Mapping[str, Dim], sizes: Sizes, seed: int) -> dict[str, np.ndarray]:
-    """Inputs of the stage ``name`` as an engine takes them.
+def random_feeds(
+    bundle: Bundle, stage: StageInfo, dims: Mapping[str, Dim], sizes: Sizes, seed: int
+) -> dict[str, np.ndarray]:
+    """Inputs of ``stage`` as an engine takes them.
 
     Of a language model the second row is padded on the left by a third, and a stage with a cache gets as many tokens
     of random past as new ones. Of a text encoder the last row is padded on the right by a third. Latents, hidden
     states and conditioning are normal, timesteps uniform in 0 to 1 and pictures in -1 to 1. Raises InputError for a
     stage whose inputs are not known here.
     """
-    stage = bundle.stages[name]
     if not is_known(stage):
         inputs = ", ".join(tensor.name for tensor in stage.inputs)
-        raise InputError(f"{name}: has the inputs {inputs}, of which no random values are known")
+        raise InputError(f"{stage.file}: has the inputs {inputs}, of which no random values are known")
     generator = np.random.Generator(np.random.Philox(seed))
     if any(tensor.name == "position_ids" for tensor in stage.inputs):
         return _text_feeds(bundle, stage, sizes, generator)

@@ -10,11 +10,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from intaglio.engines.cpu import runs_as
 from intaglio.engines.engine import Engine, open_engine
 from intaglio.engines.graph_stats import output_order
 from intaglio.engines.references import check_reference, open_reference
 from intaglio.errors import OutputError
-from intaglio.exporters.bundle import Bundle, Dim, read_bundle
+from intaglio.exporters.bundle import Bundle, Dim, StageInfo, read_bundle
 from intaglio.runtimes.difference import Difference, measure
 from intaglio.runtimes.flow_matching import step
 
@@ -39,6 +40,10 @@ class Side:
     def graph(self, stage: str) -> Path:
         """The file of the portable graph."""
         return self.path / self.bundle.stages[stage].file
+
+    def stage(self, name: str) -> StageInfo:
+        """What a stage takes and gives: float32 in place of bfloat16, which every side widens."""
+        return runs_as(self.bundle.stages[name])
 
     def load(self, stage: str) -> Run:
         """The stage, ready to run. Raises EngineError, RuntimeMissingError."""
