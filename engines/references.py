@@ -121,6 +121,11 @@ def _import_tract() -> ModuleType:
         ) from error
 
 
+def run_onnxruntime(graph: Path, feeds: Feeds) -> dict[str, np.ndarray]:
+    """All outputs of one run in onnxruntime. Raises RuntimeMissingError, EngineError."""
+    return OnnxruntimeReference(graph).run(feeds)
+
+
 def run_tract(graph: Path, feeds: Feeds) -> dict[str, np.ndarray]:
     """All outputs of one run in tract. Raises RuntimeMissingError, EngineError."""
     return TractReference(graph).run(feeds)
