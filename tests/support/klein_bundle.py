@@ -10,15 +10,14 @@ from klein_sizes import TINY
 import intaglio
 
 
-def write_klein(folder: Path, *, seed: int = 0, taps: bool = True, compiled: bool = True) -> Path:
+def write_klein(folder: Path) -> Path:
     """``folder/checkpoint`` and ``folder/bundle``, whose path is returned."""
-    make_checkpoint.write_pipeline(folder / "checkpoint", TINY, seed)
-    return export_klein(folder, taps=taps, compiled=compiled)
+    make_checkpoint.write_pipeline(folder / "checkpoint", TINY)
+    return export_klein(folder)
 
 
-def export_klein(folder: Path, *, taps: bool = True, compiled: bool = True) -> Path:
-    """The bundle of ``folder/checkpoint``."""
-    intaglio.export(folder / "checkpoint", folder / "bundle", taps=taps, hidden_states=TINY.layers)
-    if compiled:
-        intaglio.compile(folder / "bundle")
+def export_klein(folder: Path, *, taps: bool = True, dtype: str = "float32") -> Path:
+    """The bundle of ``folder/checkpoint``, compiled for the CPU."""
+    intaglio.export(folder / "checkpoint", folder / "bundle", taps=taps, dtype=dtype, hidden_states=TINY.layers)
+    intaglio.compile(folder / "bundle")
     return folder / "bundle"
