@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Protocol
 
 import numpy as np
 import onnx_ir as ir
@@ -22,61 +24,111 @@ from intaglio.kernels.grouped_quant import DOMAIN
 Feeds = Mapping[str, np.ndarray]
 
 
-def run_onnxruntime(graph: Path, feeds: Feeds) -> dict[str, np.ndarray]:
-    """Runs the portable graph as it stands: function bodies instead of kernels, no optimisation.
+class Reference(Protocol):
+    """A portable graph in a runtime of others; ``version`` names that."""
+
+    version: str
+
+    def run(self, feeds: Feeds, outputs: Collection[str] | None = None) -> dict[str, np.ndarray]:
+        """Runs the graph; ``outputs`` chooses by name (all by default). Raises EngineError."""
+
+
+class OnnxruntimeReference:
+    """The portable graph as it stands: function bodies instead of kernels, no optimisation.
 
     bfloat16, of which onnxruntime's CPU has no product, is widened to float32 as for an engine. Raises EngineError.
     """
-    ort = import_onnxruntime()
-    model = ir.load(graph)
-    options = ort.SessionOptions()
-    # Folding would unpack all weights to float32 at load.
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 4
-    options.add_session_config_entry(
-        "session.model_external_initializers_file_folder_path", str(graph.parent.resolve())
-    )
-    WidenDtypePass(ir.DataType.BFLOAT16, [DOMAIN])(model)
-    try:
-        data = ir.serde.serialize_model(model).SerializeToString()
-        session = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"], enable_fallback=0)
-        names = [output.name for output in session.get_outputs()]
-        return dict(zip(names, session.run(names, dict(feeds)), strict=True))
-    except Exception as error:
-        raise EngineError(f"{graph}: onnxruntime cannot run it: {error}") from error
+
+    def __init__(self, graph: Path) -> None:
+        ort = import_onnxruntime()
+        self.version = f"onnxruntime {ort.__version__}"
+        self._graph = graph
+        options = ort.SessionOptions()
+        # Folding would unpack all weights to float32 at load.
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.log_severity_level = 4
+        options.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(graph.parent.resolve())
+        )
+        try:
+            model = ir.load(graph)
+            WidenDtypePass(ir.DataType.BFLOAT16, [DOMAIN])(model)
+            data = ir.serde.serialize_model(model).SerializeToString()
+            self._session = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"], enable_fallback=0)
+        except Exception as error:
+            raise EngineError(f"{graph}: onnxruntime cannot load it: {error}") from error
+
+    def run(self, feeds: Feeds, outputs: Collection[str] | None = None) -> dict[str, np.ndarray]:
+        """Runs the graph; ``outputs`` chooses by name (all by default). Raises EngineError."""
+        names = [o.name for o in self._session.get_outputs() if outputs is None or o.name in outputs]
+        try:
+            return dict(zip(names, self._session.run(names, dict(feeds)), strict=True))
+        except Exception as error:
+            raise EngineError(f"{self._graph}: onnxruntime cannot run it: {error}") from error
 
 
-def run_tract(graph: Path, feeds: Feeds) -> dict[str, np.ndarray]:
-    """Runs the graph with tract, after inlining the functions it has none of and making masks additive.
+class TractReference:
+    """The graph in tract, after inlining the functions it has none of and making masks additive.
 
-    Raises RuntimeMissingError where tract is not installed, EngineError.
+    It is loaded anew for each run, with the sizes of its inputs: some operators of tract take no others. Raises
+    RuntimeMissingError where tract is not installed, EngineError.
     """
+
+    def __init__(self, graph: Path) -> None:
+        self._tract = _import_tract()
+        self.version = f"tract {importlib.metadata.version('tract')}"
+        self._graph = graph
+        self._load()
+
+    def _load(self) -> ir.Model:
+        try:
+            model = lower_for_tract(ir.load(self._graph))
+        except Exception as error:  # protobuf's, onnx_ir's and the passes' own
+            raise EngineError(f"{self._graph}: cannot be read as ONNX ({error})") from error
+        if any(value.dtype == ir.DataType.BFLOAT16 for value in model.graph.initializers.values()):
+            raise EngineError(
+                f"{self._graph}: has bfloat16 weights, a type that tract does not read; compare with onnxruntime"
+            )
+        return model
+
+    def run(self, feeds: Feeds, outputs: Collection[str] | None = None) -> dict[str, np.ndarray]:
+        """Runs the graph; ``outputs`` chooses by name (all by default). Raises EngineError."""
+        graph, model = self._graph, self._load()
+        _fix_shapes(model, feeds)
+        names = [str(value.name) for value in model.graph.outputs]
+        # Beside the bundle's files: tract takes no weights through a path that leads elsewhere, but a hard link.
+        with tempfile.TemporaryDirectory(prefix=".tract-", dir=graph.parent) as folder:
+            lowered = Path(folder) / graph.name
+            lowered.write_bytes(ir.serde.serialize_model(model).SerializeToString())
+            for file in {str(t.path) for t in _external(model)}:
+                _link(Path(file), Path(folder) / Path(file).name)
+            try:
+                runnable = self._tract.onnx().load(str(lowered)).into_model().into_runnable()
+                results = runnable.run([feeds[str(value.name)] for value in model.graph.inputs])
+            except Exception as error:
+                reason = str(error).partition("Stack backtrace")[0].strip()
+                raise EngineError(f"{graph}: tract cannot run it: {reason}") from error
+            pairs = zip(names, results, strict=True)
+            return {name: result.to_numpy() for name, result in pairs if outputs is None or name in outputs}
+
+
+def _import_tract() -> ModuleType:
     try:
-        tract = importlib.import_module("tract")
+        return importlib.import_module("tract")
     except ImportError as error:
         raise RuntimeMissingError(
             f"tract cannot be imported ({error}): install the extra `tract`, or the package of that name"
         ) from error
-    try:
-        model = lower_for_tract(ir.load(graph))
-    except Exception as error:  # protobuf's, onnx_ir's and the passes' own
-        raise EngineError(f"{graph}: cannot be read as ONNX ({error})") from error
-    if any(value.dtype == ir.DataType.BFLOAT16 for value in model.graph.initializers.values()):
-        raise EngineError(f"{graph}: has bfloat16 weights, a type that tract does not read; compare with onnxruntime")
-    names = [str(value.name) for value in model.graph.outputs]
-    # Beside the bundle's files: tract takes no weights through a path that leads elsewhere, but a hard link.
-    with tempfile.TemporaryDirectory(prefix=".tract-", dir=graph.parent) as folder:
-        lowered = Path(folder) / graph.name
-        lowered.write_bytes(ir.serde.serialize_model(model).SerializeToString())
-        for file in {str(t.path) for t in _external(model)}:
-            _link(Path(file), Path(folder) / Path(file).name)
-        try:
-            runnable = tract.onnx().load(str(lowered)).into_model().into_runnable()
-            results = runnable.run([feeds[str(value.name)] for value in model.graph.inputs])
-        except Exception as error:
-            reason = str(error).partition("Stack backtrace")[0].strip()
-            raise EngineError(f"{graph}: tract cannot run it: {reason}") from error
-        return {name: result.to_numpy() for name, result in zip(names, results, strict=True)}
+
+
+def run_onnxruntime(graph: Path, feeds: Feeds) -> dict[str, np.ndarray]:
+    """All outputs of one run in onnxruntime. Raises RuntimeMissingError, EngineError."""
+    return OnnxruntimeReference(graph).run(feeds)
+
+
+def run_tract(graph: Path, feeds: Feeds) -> dict[str, np.ndarray]:
+    """All outputs of one run in tract. Raises RuntimeMissingError, EngineError."""
+    return TractReference(graph).run(feeds)
 
 
 def lower_for_tract(model: ir.Model) -> ir.Model:
@@ -84,6 +136,19 @@ def lower_for_tract(model: ir.Model) -> ir.Model:
     InlinePass()(model)
     AdditiveMaskPass()(model)
     return model
+
+
+def _fix_shapes(model: ir.Model, feeds: Feeds) -> None:
+    """Gives every dim that an input names the size it has in ``feeds``."""
+    sizes: dict[str | None, int] = {}
+    for value in model.graph.inputs:
+        for dim, size in zip(value.shape or (), feeds[str(value.name)].shape, strict=False):
+            if isinstance(dim, ir.SymbolicDim) and dim.value is not None:
+                sizes[str(dim.value)] = size
+    for value in (*model.graph.inputs, *(value for node in model.graph for value in node.outputs)):
+        if value.shape is not None:
+            dims = (sizes.get(dim.value, dim) if isinstance(dim, ir.SymbolicDim) else dim for dim in value.shape)
+            value.shape = ir.Shape(dims)
 
 
 def _link(file: Path, target: Path) -> None:
@@ -98,14 +163,21 @@ def _external(model: ir.Model) -> list[ir.ExternalTensor]:
     return [v.const_value for v in values if isinstance(v.const_value, ir.ExternalTensor)]
 
 
-REFERENCES: dict[str, Callable[[Path, Feeds], dict[str, np.ndarray]]] = {
-    "onnxruntime": run_onnxruntime,
-    "tract": run_tract,
+REFERENCES: dict[str, type[OnnxruntimeReference] | type[TractReference]] = {
+    "onnxruntime": OnnxruntimeReference,
+    "tract": TractReference,
 }
 
 
-def reference(name: str) -> Callable[[Path, Feeds], dict[str, Any]]:
-    """The reference of this name. Raises InputError."""
+def check_reference(name: str) -> None:
+    """Raises InputError unless there is a reference of this name."""
     if name not in REFERENCES:
-        raise InputError(f"the reference {name!r} is unknown; there are {', '.join(REFERENCES)}")
-    return REFERENCES[name]
+        raise InputError(
+            f"the reference {name!r} is unknown; there are {', '.join(REFERENCES)} and golden:DIR, a golden folder"
+        )
+
+
+def open_reference(name: str, graph: Path) -> Reference:
+    """``graph``, loaded in the reference of this name. Raises InputError, EngineError, RuntimeMissingError."""
+    check_reference(name)
+    return REFERENCES[name](graph)

@@ -11,7 +11,7 @@ band reads only its own rows of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -145,16 +145,17 @@ class _TiledDecoder:
         return sample
 
     def _attention(self, latents: np.ndarray) -> np.ndarray:
-        inner = dict(self.load("vae_tiles_attention_in").run({"latents": latents}))
+        # Copied: an output may keep all the memory of the session that made it.
+        inner = {n: v.copy() for n, v in self.load("vae_tiles_attention_in").run({"latents": latents}).items()}
         self.progress.advance(1)
-        residual, query = inner.pop("residual"), np.array(inner.pop("query"))
+        residual, query = inner.pop("residual"), inner.pop("query")
         stage = self.load("vae_tiles_attention")
         for start, stop in _ranges(query.shape[1], self._queries(query.shape[1], latents.shape[3])):
             attended = stage.run({"query": query[:, start:stop], **inner})["attended"]
             query[:, start:stop] = attended  # which no other query reads
             self.progress.advance(1)
-        del stage, inner
-        x = self.load("vae_tiles_attention_out").run({"attended": query, "residual": residual})["y"]
+        del stage, inner, attended
+        x = self.load("vae_tiles_attention_out").run({"attended": query, "residual": residual})["y"].copy()
         self.progress.advance(1)
         return x
 
@@ -230,5 +231,81 @@ def _output(residual: np.ndarray | None, part: np.ndarray, shape: tuple[int, ...
     return np.empty(shape, part.dtype)
 
 
+# What a session holds while it runs, in activations; copies of its weights; and what a process needs besides. As
+# measured with onnxruntime on the CPU, whose convolutions reorder their inputs, outputs and weights.
+_WORK, _WEIGHTS, _CONSTANT = 4.5, 2.0, 112 << 20
+
+
+def tiled_decode_bytes(config: Mapping[str, Any], height: int, width: int, band_rows: int, itemsize: int = 4) -> int:
+    """Peak memory of :func:`decode_tiled` for a picture of this size, in bytes, beyond that of the process before it.
+
+    The largest of all passes: whole input and output, and four and a half times a band of both. Before them comes what
+    is not banded: its weights twice, and four and a half times its largest activation.
+    """
+    geometry = _Geometry.of(config)
+    first = geometry.banded[0]
+    pixels = height * width
+
+    def whole(channels: int, block: int) -> int:
+        return channels * (pixels // geometry.scale(block) ** 2)
+
+    def band(channels: int, block: int, rows: int) -> int:
+        side = geometry.scale(block)
+        return channels * min(rows + 2, height // side) * (width // side)
+
+    inner = max(geometry.widths[max(0, first - 2) : first])
+    peaks = [_WEIGHTS * _parameters(geometry, first) + _WORK * whole(inner, first - 1)]
+    before = geometry.widths[first - 1]
+    for block in geometry.banded:
+        channels = geometry.widths[block]
+        work = band(before, block - 1, max(1, band_rows // 2)) + band(before, block, band_rows)
+        peaks.append(whole(before, block - 1) + whole(before, block) + _WORK * work)
+        both = band(before, block, band_rows) + band(channels, block, band_rows)
+        peaks.append(whole(before, block) + whole(channels, block) + _WORK * both)
+        before = channels
+    return int(max(peaks) * itemsize) + _CONSTANT
+
+
+def decode_bytes(config: Mapping[str, Any], height: int, width: int, itemsize: int = 4) -> int:
+    """Peak memory of the stage ``vae_decoder`` for one picture, as :func:`tiled_decode_bytes` counts it.
+
+    The weights twice, and the larger of two: the input of the last block four and a half times, or the scores of the
+    attention twice, of which each pixel of the decoder's input has one for every other.
+    """
+    geometry = _Geometry.of(config)
+    pixels, blocks = height * width, len(geometry.widths)
+    widest = max(geometry.widths[-2:]) * pixels
+    scores = (pixels // geometry.scale(0) ** 2) ** 2 if config["mid_block_add_attention"] else 0
+    inner = 8 * geometry.widths[0] * (pixels // geometry.scale(0) ** 2)
+    activations = max(_WORK * widest, 2 * scores + inner)
+    return int((_WEIGHTS * _parameters(geometry, blocks) + activations) * itemsize) + _CONSTANT
+
+
+def _parameters(geometry: _Geometry, blocks: int) -> int:
+    """Weights of the decoder up to the end of ``blocks`` blocks, leaving out vectors."""
+    widths = geometry.widths
+    count = 9 * geometry.packed_channels // geometry.patch**2 * widths[0] + (4 * 9 + 4) * widths[0] ** 2
+    before = widths[0]
+    for width in widths[:blocks]:
+        count += 9 * (before * width + (2 * geometry.resnets - 1) * width**2 + width**2)
+        before = width
+    return count
+
+
 def rows_within(config: Mapping[str, Any], height: int, width: int, memory_bytes: int, itemsize: int = 4) -> int:
-    return 64
+    """The most rows a band may have for :func:`tiled_decode_bytes` to stay within ``memory_bytes``.
+
+    Raises InputError where not even the smallest band does.
+    """
+    least = tiled_decode_bytes(config, height, width, 1, itemsize)
+    if least > memory_bytes:
+        raise InputError(
+            f"a picture of {width}x{height} needs {-(-least >> 20)} MiB to be decoded in the smallest bands, and "
+            f"{memory_bytes >> 20} MiB are allowed; allow more, or make a smaller picture"
+        )
+    low, high = 1, height
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = tiled_decode_bytes(config, height, width, middle, itemsize) <= memory_bytes
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low

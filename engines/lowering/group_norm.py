@@ -38,9 +38,10 @@ def _composed(graph: ir.Graph, node: ir.Node) -> tuple[list[ir.Node], ir.Value]:
     def constant(name: str, value: Any, dtype: Any) -> ir.Value:
         name = f"group_norm.{name}"
         if name not in graph.initializers:
-            tensor = ir.tensor(np.array(value, dtype), name=name)
+            array = np.array(value, dtype)
+            tensor = ir.tensor(array, name=name)
             initializer = ir.Value(
-                name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape), const_value=tensor
+                name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor
             )
             graph.register_initializer(initializer)
         return graph.initializers[name]

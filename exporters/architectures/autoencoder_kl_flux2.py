@@ -101,7 +101,7 @@ class AutoencoderKLFlux2Config:
 
 
 def _list(keys: ConfigKeys, key: str) -> list[int]:
-    values = keys.values[key] if keys.has(key) else keys.integer(key)  # which says that it is missing
+    values: Any = keys.values[key] if keys.has(key) else keys.integer(key)  # which says that it is missing
     good = isinstance(values, list | tuple) and all(type(value) is int and 0 < value < 2**20 for value in values)
     if not good:
         raise keys.wrong(key, f"is {shown(values)}, expected a list of integers above zero")

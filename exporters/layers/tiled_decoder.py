@@ -25,7 +25,7 @@ from onnxscript import OpBuilder, nn
 
 from intaglio.exporters.architecture import Input, Stage
 from intaglio.exporters.bundle import Dim
-from intaglio.exporters.layers.autoencoder import Decoder, silu
+from intaglio.exporters.layers.autoencoder import silu
 from intaglio.exporters.layers.conv import Conv2d, upsample_nearest
 from intaglio.exporters.layers.group_norm import GroupNorm, group_statistics
 
@@ -86,7 +86,7 @@ class TiledDecoder:
         }
 
         def before(model: Any, op: OpBuilder, x: _Values) -> dict[str, ir.Value]:
-            decoder: Decoder = model.decoder
+            decoder = model.decoder
             latents = self.unpack(model, op, x["latents"])
             with _within(op, decoder):
                 residual = decoder.conv_in(op, latents)
@@ -107,7 +107,7 @@ class TiledDecoder:
             return {"attended": attended}
 
         def after(model: Any, op: OpBuilder, x: _Values) -> dict[str, ir.Value]:
-            decoder: Decoder = model.decoder
+            decoder = model.decoder
             with _within(op, decoder):
                 with _within(op, decoder.mid_block):
                     attention = decoder.mid_block.attentions[0]
@@ -139,7 +139,7 @@ class TiledDecoder:
 
     def _upsample(self, block: int, channels: int) -> Stage:
         def upsample(model: Any, op: OpBuilder, x: _Values) -> dict[str, ir.Value]:
-            decoder: Decoder = model.decoder
+            decoder = model.decoder
             sampler = decoder.up_blocks[block].upsamplers[0]
             with _within(op, decoder, decoder.up_blocks[block], sampler):
                 # Of the neighbours' two copies each, the convolution needs the nearer one.
@@ -151,7 +151,7 @@ class TiledDecoder:
 
     def _conv1(self, block: int, resnet: int, channels: int) -> Stage:
         def conv1(model: Any, op: OpBuilder, x: _Values) -> dict[str, ir.Value]:
-            decoder: Decoder = model.decoder
+            decoder = model.decoder
             module = decoder.up_blocks[block].resnets[resnet]
             with _within(op, decoder, decoder.up_blocks[block], module):
                 return self._with_statistics(op, _norm_silu_conv(op, module.norm1, module.conv1, x))
@@ -160,7 +160,7 @@ class TiledDecoder:
 
     def _conv2(self, block: int, resnet: int, before: int, channels: int) -> Stage:
         def conv2(model: Any, op: OpBuilder, x: _Values) -> dict[str, ir.Value]:
-            decoder: Decoder = model.decoder
+            decoder = model.decoder
             module = decoder.up_blocks[block].resnets[resnet]
             residual = x["residual"]
             with _within(op, decoder, decoder.up_blocks[block], module):
@@ -180,7 +180,7 @@ class TiledDecoder:
 
 
 def _out(model: Any, op: OpBuilder, x: _Values) -> dict[str, ir.Value]:
-    decoder: Decoder = model.decoder
+    decoder = model.decoder
     with _within(op, decoder):
         y_BCRW = _norm_silu_conv(op, decoder.conv_norm_out, decoder.conv_out, x)
     _name(y_BCRW, *_BAND)
