@@ -119,10 +119,15 @@ class QuantizationInfo(_Schema):
 
 
 class ComponentInfo(_Schema):
-    """One model of a bundle: what it is, where it came from, how its weights were stored."""
+    """One model of a bundle: what it is, where it came from, how its weights were stored.
+
+    ``assumed`` are configuration keys that no file of the source says: their values are those of the published model
+    of these widths.
+    """
 
     architecture: str
     config: dict[str, Any]
+    assumed: tuple[str, ...] = ()
     quantization: tuple[QuantizationInfo, ...]
     source: SourceInfo
     unused_tensors: tuple[str, ...]

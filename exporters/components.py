@@ -56,6 +56,7 @@ class Component:
     checkpoint: Checkpoint
     architecture: Architecture
     config: Any
+    assumed: tuple[str, ...]
     dtype: str
     stages: dict[str, Stage]
     weights: dict[str, CheckpointTensor]
@@ -77,14 +78,18 @@ class Component:
         return ComponentInfo(
             architecture=self.architecture.name,
             config=json.loads(json.dumps(dataclasses.asdict(self.config))),
+            assumed=self.assumed,
             quantization=_quantization(self.weights.values()),
             source=SourceInfo(format=self.checkpoint.format, files=files),
             unused_tensors=tuple(self.unused),
         )
 
 
-def find_component(checkpoint: Checkpoint, role: str, options: Options) -> tuple[Architecture, Any]:
-    """The architecture and configuration of a checkpoint that is to play ``role``. Raises ConfigError."""
+def find_component(checkpoint: Checkpoint, role: str, options: Options) -> tuple[Architecture, Any, tuple[str, ...]]:
+    """The architecture and configuration of a checkpoint that is to play ``role``, and the keys that no file says.
+
+    Raises ConfigError.
+    """
     architecture, keys = find_architecture(checkpoint)
     _log.info("%s: %s, read as %s", checkpoint.path, checkpoint.format, architecture.name)
     if role not in architecture.roles:
@@ -98,7 +103,7 @@ def find_component(checkpoint: Checkpoint, role: str, options: Options) -> tuple
     if unknown := sorted(set(options.config) - keys.asked):
         read = ", ".join(sorted(keys.asked))
         raise ConfigError(f"--config {', '.join(unknown)}: {architecture.name} does not read it; read are {read}")
-    return architecture, config
+    return architecture, config, tuple(key for key in keys.assumed if key in keys.asked)
 
 
 def plan_component(
@@ -106,6 +111,7 @@ def plan_component(
     checkpoint: Checkpoint,
     architecture: Architecture,
     config: Any,
+    assumed: tuple[str, ...],
     stages: Sequence[str] | None,
     options: Options,
     start: int = 0,
@@ -141,7 +147,19 @@ def plan_component(
     if options.pack_ternary:
         weights = _packed(model, weights)
     parts, end = plan_weights(weights, DTYPES[options.dtype], start)
-    return Component(role, checkpoint, architecture, config, options.dtype, selected, weights, unused, parts, end)
+    return Component(
+        role,
+        checkpoint,
+        architecture,
+        config,
+        assumed,
+        options.dtype,
+        selected,
+        weights,
+        unused,
+        parts,
+        end,
+    )
 
 
 def hash_files(files: Sequence[Path], total: Progress) -> tuple[SourceFile, ...]:

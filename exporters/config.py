@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,9 @@ class ConfigKeys:
     """The keys of one configuration, under their Hugging Face names.
 
     ``source`` says where they come from and ``spelling`` how that file spells each, for messages; ``parent`` is
-    the key that these keys lie under, if any, ``component`` the one of a bundle that they configure. ``asked`` grows
-    to the keys that were looked at. Every method raises ConfigError naming file and key.
+    the key that these keys lie under, if any, ``component`` the one of a bundle that they configure. ``assumed`` are
+    keys that no file says, whose values are those of a published model of these widths. ``asked`` grows to the keys
+    that were looked at. Every method raises ConfigError naming file and key.
     """
 
     def __init__(
@@ -36,9 +37,11 @@ class ConfigKeys:
         spelling: Mapping[str, str] | None = None,
         parent: str | None = None,
         component: str | None = None,
+        assumed: Collection[str] = (),
     ) -> None:
         self.values = values
         self.source = source
+        self.assumed = tuple(assumed)
         self.asked: set[str] = set()
         self._spelling = spelling or {}
         self._parent = parent
@@ -64,7 +67,8 @@ class ConfigKeys:
 
     def overridden(self, values: Mapping[str, Any], component: str | None = None) -> ConfigKeys:
         """These keys, of ``component``, with ``values`` added or put in place of what the file says."""
-        return ConfigKeys({**self.values, **values}, self.source, self._spelling, self._parent, component)
+        left = [key for key in self.assumed if key not in values]
+        return ConfigKeys({**self.values, **values}, self.source, self._spelling, self._parent, component, left)
 
     def only(self, *known: str) -> None:
         """Refuses any key but ``known``, since an unknown one may change the arithmetic."""

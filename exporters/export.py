@@ -225,9 +225,9 @@ def _plan_picture(
             config=overrides[role],
             pack_ternary=options.pack_ternary and role == "transformer",
         )
-        architecture, config = find_component(checkpoint, role, own)
+        found = find_component(checkpoint, role, own)
         names = ["text_encoder"] if role == "text_encoder" else chosen[role]
-        components[role] = plan_component(role, checkpoint, architecture, config, names, own, end)
+        components[role] = plan_component(role, checkpoint, *found, names, own, end)
         end = components[role].end
     encoder = checkpoints.get("text_encoder")
     files = read_tokenizer(sources.tokenizer, encoder) if encoder else None

@@ -127,6 +127,13 @@ def export(
     if flushed := result.weights.flushed_to_zero:
         say(f"{flushed} weights are too small for {result.dtype} and became zero", quiet=quiet)
     for component in result.components.values():
+        if component.assumed:
+            values = ", ".join(f"{key}={component.config.get(key, 'as built')}" for key in component.assumed)
+            say(
+                f"{component.architecture}: no config.json says {values}: taken from the published model of these "
+                "widths. --config sets another",
+                quiet=quiet,
+            )
         if unused := component.unused_tensors:
             names = ", ".join(unused[:10]) + (", …" if len(unused) > 10 else "")
             say(f"{component.architecture}: not used: {len(unused)} tensors ({names})", quiet=quiet)

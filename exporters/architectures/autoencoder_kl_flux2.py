@@ -270,11 +270,12 @@ def _recognize(checkpoint: Checkpoint) -> ConfigKeys | None:
         "mid_block_add_attention": "decoder.mid_block.attentions.0.to_q.weight" in tensors,
         "patch_size": [math.isqrt(packed // latent)] * 2,
     }
+    assumed: dict[str, Any] = {}
     if tuple(decoder) in _DECODERS and tuple(encoder) in ((), _ENCODER):
-        values |= _PUBLISHED
+        assumed = dict(_PUBLISHED)
         if not encoder:  # a decoder alone
-            values |= {"in_channels": 3, "block_out_channels": list(_ENCODER)}
-    return ConfigKeys({**values, **checkpoint.config}, str(checkpoint.path))
+            assumed |= {"in_channels": 3, "block_out_channels": list(_ENCODER)}
+    return ConfigKeys({**values, **assumed, **checkpoint.config}, str(checkpoint.path), assumed=assumed)
 
 
 def _respell(

@@ -249,11 +249,12 @@ def _recognize(checkpoint: Checkpoint) -> ConfigKeys | None:
         re.fullmatch(r"model\.layers\.\d+\.input_layernorm\.weight", n) is not None for n in tensors
     )
     order = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    if tuple(values[key] for key in (*order, "intermediate_size", "vocab_size")) in _PUBLISHED:
-        values |= _CONSTANTS
+    published = tuple(values[key] for key in (*order, "intermediate_size", "vocab_size")) in _PUBLISHED
+    assumed = {key: value for key, value in _CONSTANTS.items() if published and key not in checkpoint.config}
     values["tie_word_embeddings"] = "lm_head.weight" not in tensors
     values["attention_bias"] = f"{first}self_attn.q_proj.bias" in tensors
-    return ConfigKeys({**values, **checkpoint.config}, f"{checkpoint.path} (without a config.json)")
+    source = f"{checkpoint.path} (without a config.json)"
+    return ConfigKeys({**values, **assumed, **checkpoint.config}, source, assumed=assumed)
 
 
 ARCHITECTURE = Architecture(

@@ -179,12 +179,13 @@ def recognize_flux2(checkpoint: Checkpoint) -> ConfigKeys | None:
     # The modulation shared by all blocks is FLUX.2's own.
     if not {"single_stream_modulation.linear.weight", "context_embedder.weight", "x_embedder.weight"} <= tensors.keys():
         return None
-    values = _geometry(tensors)
+    values, assumed = _geometry(tensors), dict[str, Any]()
     for published in _PUBLISHED:
         if all(published[key] == value for key, value in values.items()) and {*_WIDTHS} <= {*values}:
-            values = {**published, **_COMMON}
+            assumed = {k: v for k, v in {**published, **_COMMON}.items() if k not in {**values, **checkpoint.config}}
             break
-    return ConfigKeys({**values, **checkpoint.config}, f"{checkpoint.path} (without a config.json)")
+    source = f"{checkpoint.path} (without a config.json)"
+    return ConfigKeys({**values, **assumed, **checkpoint.config}, source, assumed=assumed)
 
 
 def _geometry(tensors: Mapping[str, CheckpointTensor]) -> dict[str, Any]:

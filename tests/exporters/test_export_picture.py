@@ -376,3 +376,32 @@ def test_a_folder_that_cannot_be_written(sources: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(OutputError, match="file"):
         export(sources, tmp_path / "file" / "bundle")
+
+
+def test_what_no_file_says_is_that_of_the_published_model_and_said(tmp_path: Path) -> None:
+    from intaglio.exporters.checkpoints import Checkpoint
+    from intaglio.exporters.components import Options, find_component
+
+    sizes = maker.SIZES["4B"]
+    parts = {
+        "text_encoder": maker.text_encoder_tensors(sizes.text_encoder),
+        "transformer": maker.transformer_tensors(sizes.transformer),
+        "vae": maker.vae_tensors(sizes.vae),
+    }
+    expected = {
+        "text_encoder": {"hidden_act", "rms_norm_eps", "rope_theta", "max_position_embeddings"},
+        "transformer": {"patch_size", "axes_dims_rope", "rope_theta", "eps"},
+        "vae": {"norm_num_groups", "batch_norm_eps"},
+    }
+    for role, tensors in parts.items():
+        checkpoint = Checkpoint(tmp_path / "model.safetensors", "safetensors", tensors, ())
+        _, config, assumed = find_component(checkpoint, role, Options("float32"))
+        assert expected[role] <= set(assumed), role
+        published: Any = getattr(sizes, role)
+        for key in expected[role] - {"hidden_act"}:
+            found = getattr(config, key)
+            assert (list(found) if isinstance(found, tuple) else found) == published[key], key
+        key = "batch_norm_eps" if role == "vae" else "rope_theta"
+        _, config, assumed = find_component(checkpoint, role, Options("float32", config={key: 0.5}))
+        assert key not in assumed
+        assert getattr(config, key) == 0.5
