@@ -17,7 +17,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from intaglio.errors import InputError
-from intaglio.exporters.bundle import StageInfo
+from intaglio.exporters.bundle import Bundle, StageInfo
+from intaglio.runtimes.parity import chosen_stages
 
 GOLDEN_FILE = "golden.json"
 
@@ -166,6 +167,14 @@ def read_golden(path: Path) -> GoldenFolder:
     except (ValidationError, OSError) as error:
         raise InputError(f"{file}: is damaged or of another version; write the folder again") from error
     return GoldenFolder(path, names, info)
+
+
+def stored_stages(bundle: Bundle, stage: str | None) -> tuple[str, ...]:
+    """``stage``, else those that a folder holds side by side: the tensors of others have no names of their own."""
+    stages = chosen_stages(bundle, stage)
+    if stage is not None or bundle.kind == "text-generation":
+        return stages
+    return tuple(name for name in stages if name in STAGE_FILES)
 
 
 def input_name(stage: str, tensor: str) -> str:

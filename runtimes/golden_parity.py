@@ -13,8 +13,15 @@ from intaglio.engines.graph_stats import output_order
 from intaglio.errors import InputError
 from intaglio.progress import Progress, ProgressCallback
 from intaglio.runtimes.difference import Bounds, Difference, compare
-from intaglio.runtimes.golden_folder import GoldenFolder, known_names, read_golden, same_shape
-from intaglio.runtimes.parity import BOUNDS, ParityReport, chosen_stages, until_divergent
+from intaglio.runtimes.golden_folder import (
+    STAGE_FILES,
+    GoldenFolder,
+    known_names,
+    read_golden,
+    same_shape,
+    stored_stages,
+)
+from intaglio.runtimes.parity import BOUNDS, ParityReport, until_divergent
 from intaglio.runtimes.sides import Run, Side, engine_side, sample
 
 SAMPLER = "sampler"
@@ -80,7 +87,8 @@ def against_golden(
             count.advance(1)
 
     differences = until_divergent(walk(), keep_going)
-    known = known_names(folder, engine.bundle.stages, steps)
+    named = {n: s for n, s in engine.bundle.stages.items() if n in stages or n in STAGE_FILES}
+    known = known_names(folder, named, steps)
     unmatched = tuple(sorted(folder.names - known))
     if unmatched and all(len(engine.bundle.stages[name].outputs) == 1 for name in stages):
         notes.append("the bundle has no taps; export it with --taps to compare more")
@@ -96,7 +104,7 @@ def _runnable(folder: GoldenFolder, engine: Side, stage: str | None) -> tuple[tu
     if stage is None and info is not None and (stored := [name for name in info.stages if name in described.stages]):
         chosen = tuple(stored)
     else:
-        chosen = chosen_stages(described, stage)
+        chosen = stored_stages(described, stage)
     missing = {name: folder.missing_inputs(name, described.stages[name]) for name in chosen}
     notes = [
         f"{name} was not run: {', '.join(f'{file}.npy' for file in files)} not there"

@@ -15,9 +15,8 @@ from intaglio.errors import EngineError, InputError, OutputError
 from intaglio.output import replaced_folder
 from intaglio.progress import Progress, ProgressCallback
 from intaglio.runtimes import flow_matching
-from intaglio.runtimes.golden_folder import GOLDEN_FILE, STAGE_FILES, GoldenInfo, StageFiles, input_name
+from intaglio.runtimes.golden_folder import GOLDEN_FILE, STAGE_FILES, GoldenInfo, StageFiles, input_name, stored_stages
 from intaglio.runtimes.latents import unpack
-from intaglio.runtimes.parity import chosen_stages
 from intaglio.runtimes.random_feeds import Sizes, latent_size, random_feeds
 from intaglio.runtimes.sides import Run, Side, engine_side, reference_side, sample
 
@@ -53,7 +52,7 @@ def write_golden(
         raise InputError(f"steps is {steps}, expected at least 1")
     side = engine_side(bundle, target) if source == ENGINE else reference_side(bundle, source)
     sizes = Sizes.choose(side.dims, tokens=tokens, height=height, width=width, batch=batch)
-    stages = chosen_stages(side.bundle, stage)
+    stages = stored_stages(side.bundle, stage)
     _check_target(path)
     count = Progress(progress, "golden folder", len(stages), "stages")
     with replaced_folder(path) as partial:

@@ -14,12 +14,14 @@ from intaglio.runtimes.latents import image_ids, text_ids
 _TOKENS, _BATCH = 12, 2
 # Not square, so that rows and columns cannot be mixed up unseen.
 _HEIGHT, _WIDTH = 64, 96
+# Of a decoder that works in bands.
+_BANDS = {"query_tokens": 5, "band_rows": 6, "band_width": 10}
 # Pixels that a latent is wide where no autoencoder is there to say so.
 _PIXELS = 16
 _TEXT = {"input_ids", "attention_mask", "position_ids"}
 _PICTURE = {
     "input_ids", "attention_mask", "hidden_states", "encoder_hidden_states", "timestep", "guidance", "img_ids",
-    "txt_ids", "latents", "image",
+    "txt_ids", "latents", "image", "query", "key", "value", "attended", "residual", "x", "mean", "variance", "row_mask",
 }  # fmt: skip
 
 
@@ -139,6 +141,10 @@ def _picture_feeds(
         "batch": sizes.batch, "text_tokens": sizes.tokens, "image_tokens": rows * columns, "height": sizes.height,
         "width": sizes.width, "latent_height": rows, "latent_width": columns,
     }  # fmt: skip
+    named |= {name: _size(name, None, dims.get(name), default) for name, default in _BANDS.items()}
+    for name, dim in dims.items():
+        if dim.expression is not None and name not in named:
+            named[name] = evaluate_dim(dim.expression, named) or dim.min
     mask = np.ones((sizes.batch, sizes.tokens), np.int64)
     mask[-1, sizes.tokens - sizes.tokens // 3 :] = 0
 
@@ -156,6 +162,10 @@ def _picture_feeds(
                 return generator.uniform(size=shape)
             case "guidance":
                 return generator.uniform(1, 5, shape)
+            case "variance":
+                return generator.uniform(0.1, 2, shape)
+            case "row_mask":  # the last row lies beyond the picture
+                return np.append(np.ones(shape[0] - 1), 0)
             case "image":
                 return generator.uniform(-1, 1, shape)
         return generator.normal(size=shape)

@@ -32,6 +32,19 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_klein(tmp_path_factory.mktemp("klein"))
 
 
+BANDS = (
+    "vae_tiles_attention_in", "vae_tiles_attention", "vae_tiles_attention_out", "vae_tiles_up1_upsample",
+    "vae_tiles_up2_resnet0_conv2", "vae_tiles_out",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bands(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bands")
+    (folder / "checkpoint").symlink_to(bundle.parent / "checkpoint")
+    return export_klein(folder, stages=BANDS)
+
+
 @pytest.mark.parametrize("against", ["onnxruntime", "tract"])
 @pytest.mark.parametrize(("batch", "height", "width"), [(None, None, None), (1, 16, 48)])
 def test_every_stage_and_tap(
@@ -44,6 +57,12 @@ def test_every_stage_and_tap(
     stages = {stage: sum(d.stage == stage for d in report.differences) for stage in report.stages}
     assert stages == {"text_encoder": 5, "transformer": 28, "vae_decoder": 11, "vae_encoder": 1}
     assert any(d.relative_l2 > 0 for d in report.differences), "both sides were the same"
+
+
+@pytest.mark.parametrize("against", ["onnxruntime", "tract"])
+def test_the_decoder_in_bands(bands: Path, against: str) -> None:
+    report = intaglio.parity(bands, against=against, bound=BOUND, min_cosine=COSINE)
+    assert report.first_divergent is None and report.stages == BANDS
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
