@@ -146,8 +146,8 @@ def test_random_inputs(bundle: Path) -> None:
     assert all((again[name] == value).all() for name, value in feeds.items())
     other = random_feeds(described, described.stages["score"], described.dims, sizes, 5)
     assert (other["input_ids"] != feeds["input_ids"]).any()
-    odd = described.stages["score"].model_copy(update={"inputs": (TensorInfo(name="x", dtype="float32", shape=(1,)),)})
-    with pytest.raises(InputError, match=r"score\.onnx: has the inputs x, of which no random values are known"):
+    odd = described.stages["score"].model_copy(update={"inputs": (TensorInfo(name="odd", dtype="bool", shape=(1,)),)})
+    with pytest.raises(InputError, match=r"score\.onnx: has the inputs odd, of which no random values are known"):
         random_feeds(described, odd, described.dims, sizes, 0)
 
 
