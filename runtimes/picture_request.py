@@ -115,10 +115,7 @@ class PictureModel:
         """Steps to run. Raises InputError."""
         if given is None:
             return 50 if self._by_many_steps else 4
-        most = flow_matching.NUM_TRAIN_TIMESTEPS
-        if not isinstance(given, numbers.Integral) or isinstance(given, bool) or not 1 <= given <= most:
-            raise InputError(f"num_inference_steps is {given!r}; expected an integer from 1 to {most}")
-        return int(given)
+        return _integer("num_inference_steps", given, flow_matching.NUM_TRAIN_TIMESTEPS)
 
     def guidance(self, given: float | None) -> float:
         """The guidance scale. Raises InputError for one that the model would not heed."""
@@ -222,11 +219,9 @@ def make_request(model: PictureModel, prompt: str | Sequence[str], options: Pict
         raise TypeError(
             f"{unknown[0]} is no option of a picture; there are {', '.join(PictureOptions.__annotations__)}"
         )
-    copies = given.get("num_images_per_prompt", 1)
-    if not isinstance(copies, numbers.Integral) or isinstance(copies, bool) or not 1 <= copies <= 1024:
-        raise InputError(f"num_images_per_prompt is {copies!r}; expected an integer from 1 to 1024")
+    copies = _integer("num_images_per_prompt", given.get("num_images_per_prompt", 1), 1024)
     prompts = _texts("prompt", prompt)
-    golden = _golden(given, len(prompts) * int(copies))
+    golden = _golden(given, len(prompts) * copies)
     guidance = model.guidance(given.get("guidance_scale"))
     negative = _negative_prompts(model, given, guidance, len(prompts))
     if golden is not None and negative is not None:
@@ -242,11 +237,11 @@ def make_request(model: PictureModel, prompt: str | Sequence[str], options: Pict
         )
     grid = (height // FACTOR, width // FACTOR)
     schedule = _schedule(model, given, math.prod(grid), golden, start[1] if start else None)
-    pictures = tuple(text for text in prompts for _ in range(int(copies)))
+    pictures = tuple(text for text in prompts for _ in range(copies))
     noise, seeds, rng = _noise(model, given, len(pictures), grid, golden)
     request = PictureRequest(
         prompts=pictures,
-        negative_prompts=negative and tuple(text for text in negative for _ in range(int(copies))),
+        negative_prompts=negative and tuple(text for text in negative for _ in range(copies)),
         height=height,
         width=width,
         guidance=guidance,
@@ -395,3 +390,10 @@ def _seeds(seed: int | Sequence[int] | None, pictures: int) -> tuple[int, ...]:
     if not isinstance(seed, numbers.Integral) or isinstance(seed, bool):
         raise InputError(f"seed is {seed!r}; expected an integer from 0 to 2**64 - 1, or one for each picture")
     return tuple(int(seed) + i for i in range(pictures))
+
+
+def _integer(name: str, value: Any, most: int) -> int:
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or not 1 <= int(value) <= most:
+        raise InputError(f"{name} is {value!r}; expected an integer from 1 to {most}")
+    return int(value)
