@@ -37,7 +37,7 @@ class Conditioning:
 
 @dataclass(frozen=True)
 class Schedule:
-    """``sigmas`` float32 ``[steps + 1]``, ``timesteps`` float32 ``[steps]`` from 0 to 1000, and the first step run."""
+    """``sigmas`` float32 ``[steps + 1]``, ``timesteps`` over 1000, float32 ``[steps]``, and the first step that is run."""
 
     sigmas: np.ndarray
     timesteps: np.ndarray
@@ -80,14 +80,16 @@ class Denoiser:
         self._references_BRC = _repeat(np.concatenate(packed, axis=1), batch) if packed else None
 
     def velocity(self, latents_BIC: np.ndarray, timestep: np.floating, step: int) -> np.ndarray:
-        """What the transformer makes of latents at ``timestep``: float32 ``[B, I, C]``. Raises EngineError."""
+        """What the transformer makes of latents at ``timestep``, from 0 to 1: float32 ``[B, I, C]``.
+
+        Raises EngineError.
+        """
         given = self._conditioning
         tokens = latents_BIC.shape[1]
         if self._references_BRC is not None:
             latents_BIC = np.concatenate([latents_BIC, self._references_BRC], axis=1)
-        # The published model was trained with timesteps to 1000 and takes them divided by it.
-        sigma = np.float32(timestep) / np.float32(flow_matching.NUM_TRAIN_TIMESTEPS)
-        feeds = {"hidden_states": latents_BIC, "timestep": np.full(len(latents_BIC), sigma, np.float32), **self._ids}
+        times_B = np.full(len(latents_BIC), timestep, np.float32)
+        feeds = {"hidden_states": latents_BIC, "timestep": times_B, **self._ids}
         if given.guidance_embeds:
             feeds["guidance"] = np.full(len(latents_BIC), given.guidance, np.float32)
 

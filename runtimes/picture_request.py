@@ -359,7 +359,9 @@ def _schedule(
     else:
         sigmas = flow_matching.sigmas(model.steps(steps), tokens, shift=given.get("shift", model.shift))
     first = 0 if strength is None else flow_matching.start_step(len(sigmas) - 1, strength)
-    return Schedule(sigmas, flow_matching.timesteps(sigmas), first)
+    # Multiplied and divided, so that they round as in diffusers.
+    timesteps = flow_matching.timesteps(sigmas) / np.float32(flow_matching.NUM_TRAIN_TIMESTEPS)
+    return Schedule(sigmas, timesteps, first)
 
 
 def _noise(

@@ -17,7 +17,7 @@ def picture_text(engine: Engine, request: PictureRequest, index: int) -> dict[st
     if request.seeds is not None:
         text |= {"seed": str(request.seeds[index]), "rng": request.rng}
     elif request.golden is not None:
-        text["golden"] = ", ".join([request.golden.folder.name, *request.golden.replaced])
+        text["golden"] = ", ".join([request.golden.path.name, *request.golden.replaced])
     else:
         text["seed"] = "none: latents were given"
     text |= {

@@ -183,14 +183,14 @@ class TextToImagePipeline:
         if request.noise is None:
             assert golden is not None, "only golden tensors replace the noise"
             shape = (1, math.prod(request.grid), self.model.channels)
-            latents_BSC = golden.tensor(f"latent_after_step{golden.steps - 1}", shape)
+            latents_BSC = golden.tensor(golden.last_latents, shape)
         else:
             latents_BSC = self._sample(request, conditioning, start, rows=plan.rows)
         self._leave("transformer", plan)
         sample_B3HW = self._decode(unpack(latents_BSC, *request.grid), plan, request.progress)
         self._leave("vae_decoder", plan)
         if golden:
-            golden.compare("vae_decoded", sample_B3HW)
+            golden.compare("vae_decoder", "vae_decoded", sample_B3HW)
         images = [to_image(pixels) for pixels in to_pixels(sample_B3HW)]
         timings = {**self._timings, "total": time.monotonic() - started}
         texts = [picture_text(self.engine, request, i) for i in range(request.pictures)]
@@ -209,7 +209,7 @@ class TextToImagePipeline:
             if request.negative_prompts is not None:
                 negative = found[[texts.index(text) for text in request.negative_prompts]]
             if golden:
-                golden.compare("cond", embeds)
+                golden.compare("text_encoder", "cond", embeds)
         self._leave("text_encoder", plan)
         references = tuple(self._encode_image(picture) for picture in request.references)
         return Conditioning(embeds, negative, request.guidance, self.model.guidance_embeds, references)
@@ -266,8 +266,8 @@ class TextToImagePipeline:
 
         def on_step(step: Step) -> None:
             if golden:
-                golden.compare(f"noise_step{step.index}", step.noise_pred)
-                golden.compare(f"latent_after_step{step.index}", step.after)
+                golden.compare("transformer", f"noise_step{step.index}", step.noise_pred)
+                golden.compare("transformer", f"latent_after_step{step.index}", step.after)
             if request.preview is not None:
                 decoder = self._session("vae_decoder")
                 with self._timed("preview"):
