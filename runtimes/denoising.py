@@ -37,7 +37,7 @@ class Conditioning:
 
 @dataclass(frozen=True)
 class Schedule:
-    """``sigmas`` float32 ``[steps + 1]``, ``timesteps`` over 1000, float32 ``[steps]``, and the first step that is run."""
+    """``sigmas`` float32 ``[steps + 1]``, ``timesteps`` over 1000 ``[steps]``, and the first step that is run."""
 
     sigmas: np.ndarray
     timesteps: np.ndarray

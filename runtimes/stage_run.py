@@ -1,8 +1,8 @@
-"""One run of a picture pipeline's stage: feeds in the stage's dtypes, float32 out, and nothing that is not finite."""
+"""One run of a picture pipeline's stage: feeds in the stage's dtypes, and nothing that is not finite."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,17 +21,41 @@ def run_stage(
     Floating feeds are cast to what the stage takes. Raises EngineError for an output that is not finite, which says
     ``where`` it happened and, in a bundle with taps, at which point of the graph first.
     """
-    dtypes = {tensor.name: np.dtype(tensor.dtype) for tensor in session.stage.inputs}
     batch = len(next(iter(feeds.values())))
     size = rows or batch
     parts = []
     for first in range(0, batch, size):
-        part = {name: value[first : first + size].astype(dtypes[name], copy=False) for name, value in feeds.items()}
-        found = session.run(part, [output])[output].astype(np.float32, copy=False)
-        if not np.isfinite(found).all():
-            raise _not_finite(session, part, output, found, where)
-        parts.append(found)
+        part = _cast(session, {name: value[first : first + size] for name, value in feeds.items()})
+        found = _run_finite(session, part, [output], where)[output]
+        parts.append(found.astype(np.float32, copy=False))
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+class TileSession:
+    """A session of a stage that decodes in bands, which casts its feeds likewise. Taps are left out."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self._outputs = [tensor.name for tensor in session.stage.outputs if not tensor.name.startswith("vae_")]
+
+    def run(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The outputs by name. Raises EngineError for one that is not finite."""
+        return _run_finite(self._session, _cast(self._session, feeds), self._outputs, "")
+
+
+def _cast(session: Any, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    dtypes = {tensor.name: tensor.dtype for tensor in session.stage.inputs}
+    return {name: value.astype(dtypes[name], copy=False) for name, value in feeds.items()}
+
+
+def _run_finite(
+    session: Any, feeds: Mapping[str, np.ndarray], outputs: Sequence[str], where: str
+) -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = session.run(feeds, outputs)
+    for name in outputs:
+        if not np.isfinite(found[name]).all():
+            raise _not_finite(session, feeds, name, found[name], where)
+    return found
 
 
 def _not_finite(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 
 from intaglio.engines.engine import Engine
+from intaglio.engines.memory import return_freed_memory
 from intaglio.errors import BundleError, InputError
 from intaglio.progress import Progress, ProgressCallback
 from intaglio.runtimes import flow_matching
@@ -24,7 +25,7 @@ from intaglio.runtimes.denoising import Conditioning, Denoiser, Step, denoise
 from intaglio.runtimes.golden import GoldenReport
 from intaglio.runtimes.images import check_size, load_image, to_image, to_pixels
 from intaglio.runtimes.latents import initial_latents, pack, unpack
-from intaglio.runtimes.memory_plan import MemoryPlan, make_plan
+from intaglio.runtimes.memory_plan import MemoryPlan, plan_memory
 from intaglio.runtimes.picture_request import (
     FACTOR,
     Picture,
@@ -36,7 +37,8 @@ from intaglio.runtimes.picture_request import (
 )
 from intaglio.runtimes.picture_text import picture_text
 from intaglio.runtimes.preview import preview_image
-from intaglio.runtimes.stage_run import run_stage
+from intaglio.runtimes.stage_run import TileSession, run_stage
+from intaglio.runtimes.tiled_decode import DEFAULT_BAND_ROWS, decode_tiled
 from intaglio.runtimes.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -88,6 +90,7 @@ class TextToImagePipeline:
         """Lets a stage leave memory, or all of them; the next use loads it again."""
         for name in [stage] if stage is not None else list(self._sessions):
             self._sessions.pop(name, None)
+        return_freed_memory()
 
     def __call__(self, prompt: str | Sequence[str], **options: Unpack[PictureOptions]) -> PictureOutput:
         """Paints ``prompt``, or each of several; an empty one is a picture of the model's own choosing.
@@ -99,7 +102,7 @@ class TextToImagePipeline:
         self._timings = {}
         request = make_request(self.model, prompt, options)
         check_stages(self.engine.bundle, self.engine.bundle_path, request.stages)
-        plan = make_plan(self.engine, request, self.memory_budget, keep_loaded=self.keep_loaded)
+        plan = plan_memory(self.engine, request, self.memory_budget, keep_loaded=self.keep_loaded)
         try:
             return self._paint(request, plan, started)
         finally:
@@ -170,8 +173,9 @@ class TextToImagePipeline:
         check_size(height, width, FACTOR)
         grid = (height // FACTOR, width // FACTOR)
         packed_BSC = initial_latents(latents, len(latents), self.model.channels, *grid)
-        plan = replace(MemoryPlan(), tiled=tiled)
-        return [to_image(pixels) for pixels in to_pixels(self._decode(unpack(packed_BSC, *grid), plan, progress))]
+        band_rows = DEFAULT_BAND_ROWS if tiled else None
+        sample = self._decode(unpack(packed_BSC, *grid), band_rows, progress)
+        return [to_image(pixels) for pixels in to_pixels(sample)]
 
     # --- the stages ------------------------------------------------------------------------------------------
 
@@ -187,7 +191,7 @@ class TextToImagePipeline:
         else:
             latents_BSC = self._sample(request, conditioning, start, rows=plan.rows)
         self._leave("transformer", plan)
-        sample_B3HW = self._decode(unpack(latents_BSC, *request.grid), plan, request.progress)
+        sample_B3HW = self._decode(unpack(latents_BSC, *request.grid), plan.band_rows, request.progress)
         self._leave("vae_decoder", plan)
         if golden:
             golden.compare("vae_decoder", "vae_decoded", sample_B3HW)
@@ -277,8 +281,13 @@ class TextToImagePipeline:
         with self._timed("transformer", without=("preview", "load")):
             return denoise(denoiser, latents_BSC, schedule, count, on_step)
 
-    def _decode(self, latents_BCHW: np.ndarray, plan: MemoryPlan, progress: ProgressCallback | None) -> np.ndarray:
+    def _decode(self, latents_BCHW: np.ndarray, band_rows: int | None, progress: ProgressCallback | None) -> np.ndarray:
         """Float32 ``[B, 3, height, width]``, one picture after another: there is nothing to gain from more at once."""
+        if band_rows is not None:
+            config = self.engine.bundle.components["vae"].config
+            with self._timed("vae_decoder"):
+                sample = decode_tiled(self._tile, config, latents_BCHW, band_rows=band_rows, progress=progress)
+            return sample.astype(np.float32, copy=False)
         count = Progress(progress, "decode", len(latents_BCHW), "pictures")
         session = self._session("vae_decoder")
         samples = []
@@ -288,6 +297,11 @@ class TextToImagePipeline:
                 samples.append(run_stage(session, {"latents": latents_BCHW[i : i + 1]}, "sample", where=where))
                 count.advance(1)
         return np.concatenate(samples)
+
+    def _tile(self, stage: str) -> TileSession:
+        """A stage of the decoder in bands, which nobody keeps."""
+        return_freed_memory()
+        return TileSession(self.engine.load(stage, threads=self._threads))
 
     # --- stages come and go ----------------------------------------------------------------------------------
 
