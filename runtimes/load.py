@@ -5,12 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 
 from intaglio.engines.engine import open_engine
+from intaglio.errors import InputError
 from intaglio.runtimes.text_generation import TextGenerationPipeline
+from intaglio.runtimes.text_to_image import TextToImagePipeline
 
 
-def load(bundle: str | Path, target: str = "cpu", *, threads: int = 0) -> TextGenerationPipeline:
+def load(
+    bundle: str | Path,
+    target: str = "cpu",
+    *,
+    threads: int = 0,
+    memory_budget: int | None = None,
+    keep_loaded: bool = True,
+) -> TextGenerationPipeline | TextToImagePipeline:
     """Opens the engine that ``compile`` built for ``target``, as a pipeline of the bundle's kind.
 
-    Raises BundleError, EngineError (which names the command that builds the engine), RuntimeMissingError.
+    ``memory_budget`` (bytes) and ``keep_loaded`` are those of a :class:`TextToImagePipeline`. Raises BundleError,
+    EngineError (which names the command that builds the engine), RuntimeMissingError, InputError for an option that
+    the pipeline does not have.
     """
-    return TextGenerationPipeline(open_engine(bundle, target), threads=threads)
+    engine = open_engine(bundle, target)
+    if engine.bundle.kind == "text-to-image":
+        return TextToImagePipeline(engine, threads=threads, memory_budget=memory_budget, keep_loaded=keep_loaded)
+    if memory_budget is not None or not keep_loaded:
+        raise InputError(f"{bundle}: writes text; memory_budget and keep_loaded are for pictures")
+    return TextGenerationPipeline(engine, threads=threads)

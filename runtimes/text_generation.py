@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import numpy as np
 
 from intaglio.engines.engine import Engine
-from intaglio.errors import BundleError, InputError
+from intaglio.errors import InputError
 from intaglio.progress import Progress, ProgressCallback
 from intaglio.runtimes.decoding import Decoding
 from intaglio.runtimes.sampling import Sampler, SamplingParams
@@ -107,21 +107,7 @@ class TextGenerationPipeline:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The bundle's tokenizer. Raises BundleError if it has none."""
-        info = self.engine.bundle.tokenizer
-        if info is None:
-            raise BundleError(
-                f"{self.engine.bundle_path}: holds no tokenizer, since its source had none; add tokenizer.json to "
-                "the checkpoint and export again"
-            )
-        return Tokenizer(
-            self.engine.bundle_path / info.folder,
-            bos_token=info.bos_token,
-            eos_token=info.eos_token,
-            pad_token=info.pad_token,
-            bos_token_id=info.bos_token_id,
-            pad_token_id=info.pad_token_id,
-            eos_token_ids=info.eos_token_ids,
-        )
+        return Tokenizer.of_bundle(self.engine.bundle_path, self.engine.bundle)
 
     @cached_property
     def _generate(self) -> Any:

@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers.decoders import DecodeStream
 
 from intaglio.errors import BundleError, EngineError, InputError
+from intaglio.exporters.bundle import Bundle
 
 # How vocabularies with byte fallback spell the token of one byte.
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -53,6 +54,25 @@ class Tokenizer:
         self._tokenizer = _load(self.folder / "tokenizer.json")
         template = self.folder / "chat_template.jinja"
         self.chat_template = _read_template(template) if template.is_file() else None
+
+    @classmethod
+    def of_bundle(cls, path: Path, bundle: Bundle) -> Tokenizer:
+        """The tokenizer of the bundle at ``path``. Raises BundleError if it has none."""
+        info = bundle.tokenizer
+        if info is None:
+            raise BundleError(
+                f"{path}: holds no tokenizer, since its source had none; add tokenizer.json to the checkpoint and "
+                "export again"
+            )
+        return cls(
+            path / info.folder,
+            bos_token=info.bos_token,
+            eos_token=info.eos_token,
+            pad_token=info.pad_token,
+            bos_token_id=info.bos_token_id,
+            pad_token_id=info.pad_token_id,
+            eos_token_ids=info.eos_token_ids,
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -99,19 +119,31 @@ class Tokenizer:
         """A decoder that takes ids one by one."""
         return TextStream(self, skip_special_tokens)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        enable_thinking: bool | None = None,
+    ) -> str:
         """The prompt that the model's chat template makes of `messages`, each with `role` and `content`.
 
         Encode it with `add_special_tokens=False`: the template has put them in already. A field that is None
-        counts as absent. Raises InputError where the model has no template, where the messages are not plain
-        JSON values, and where the template refuses them.
+        counts as absent. `enable_thinking` False asks templates that know it, as Qwen3's, for an answer without
+        thoughts before it; None leaves it to the template. Raises InputError where the model has no template,
+        where the messages are not plain JSON values, and where the template refuses them.
         """
         if self._template is None:
             raise InputError(
                 f"this model has no chat template: {self.folder} holds no chat_template.jinja. Give it a "
                 "plain prompt (without --chat), or put the template of the model there."
             )
-        variables = {"bos_token": self.bos_token, "eos_token": self.eos_token, "pad_token": self.pad_token}
+        variables = {
+            "bos_token": self.bos_token,
+            "eos_token": self.eos_token,
+            "pad_token": self.pad_token,
+            "enable_thinking": enable_thinking,
+        }
         plain = _plain(messages)
         try:
             return self._template.render(
@@ -120,7 +152,7 @@ class Tokenizer:
                 tools=None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **{name: token for name, token in variables.items() if token is not None},
+                **{name: value for name, value in variables.items() if value is not None},
             )
         except Exception as error:  # a template is a program: it can raise anything
             raise InputError(

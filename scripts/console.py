@@ -16,13 +16,15 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from intaglio.progress import ProgressCallback, ProgressEvent
 
@@ -115,10 +117,20 @@ def progress_bar(*, quiet: bool = False) -> Iterator[ProgressCallback | None]:
         yield _log_lines()
 
 
+class _TimeLeft(ProgressColumn):
+    """From the mean of all units so far: the library's own needs several of them within seconds."""
+
+    def render(self, task: Task) -> Text:
+        if not task.completed or task.total is None or task.elapsed is None:
+            return Text("-:--")
+        seconds = round(task.elapsed * (task.total - task.completed) / task.completed)
+        return Text(f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}")
+
+
 def _live_bar() -> Iterator[ProgressCallback]:
     bar = Progress(
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"),
-        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=err, transient=True,
+        TimeElapsedColumn(), TextColumn("left"), _TimeLeft(), console=err, transient=True,
     )  # fmt: skip
     tasks: dict[str, TaskID] = {}
     # A clock and not the next event starts it: the first stage of a build may take long without one.

@@ -5,6 +5,10 @@
 >>> intaglio.compile("smollm2", target="cpu")  # doctest: +SKIP
 >>> intaglio.load("smollm2")("Once upon a time").text  # doctest: +SKIP
 
+A picture pipeline paints:
+
+>>> intaglio.load("klein")("a tiny bonsai tree", seed=42).images[0].save("bonsai.png")  # doctest: +SKIP
+
 An ONNX file that others wrote needs no export:
 
 >>> intaglio.compile("model.onnx")  # doctest: +SKIP
@@ -68,19 +72,31 @@ def compile(  # noqa: A001 - the verb's name
     return compile_bundle(source, target, accuracy=accuracy, shapes=shapes, progress=progress)
 
 
-def load(source: str | Path, target: str = "cpu", *, threads: int = 0) -> Any:
+def load(
+    source: str | Path,
+    target: str = "cpu",
+    *,
+    threads: int = 0,
+    memory_budget: int | None = None,
+    keep_loaded: bool = True,
+) -> Any:
     """Opens what ``compile`` built: a bundle as its pipeline, an ONNX file or its engine's folder as an ``OnnxModel``.
 
-    See ``runtimes.load.load`` and ``engines.model_engine.load_model`` for the errors.
+    ``memory_budget`` is what the process may come to while it paints, in bytes; without ``keep_loaded`` a picture's
+    stages leave memory after their last use in each call. See ``runtimes.load.load`` and
+    ``engines.model_engine.load_model`` for the errors.
     """
     from intaglio.engines.model_engine import find_model_engine, load_model
+    from intaglio.errors import InputError
 
     path = Path(source)
     if find_model_engine(path, target) is not None:
+        if memory_budget is not None or not keep_loaded:
+            raise InputError(f"{source}: is an ONNX model; memory_budget and keep_loaded are for picture bundles")
         return load_model(path, target, threads=threads)
     from intaglio.runtimes.load import load as load_bundle
 
-    return load_bundle(path, target, threads=threads)
+    return load_bundle(path, target, threads=threads, memory_budget=memory_budget, keep_loaded=keep_loaded)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,39 @@
+"""Native calls that Ctrl-C can stop.
+
+Python handles a signal only between its own instructions, and only in the main thread: a native call there that takes a
+minute would make Ctrl-C wait as long. So the main thread has another one make the call and waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
+from typing import TypeVar
+
+_Result = TypeVar("_Result")
+
+
+@cache
+def _worker() -> ThreadPoolExecutor:
+    # One is enough: only the main thread hands work over.
+    return ThreadPoolExecutor(1, "intaglio-run")
+
+
+def call_interruptibly(call: Callable[[], _Result], stop: Callable[[], object]) -> _Result:
+    """What ``call()`` returns or raises.
+
+    If an exception reaches the waiting main thread meanwhile (KeyboardInterrupt, or what a signal handler raises),
+    ``stop`` is told, the call is waited for, and the exception goes on. Other threads make the call themselves.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+    future = _worker().submit(call)
+    try:
+        return future.result()
+    except BaseException:
+        if not future.done():
+            stop()
+            wait([future])
+        raise

@@ -1,0 +1,198 @@
+"""How much memory a picture takes, stage by stage, and how to make it within a budget.
+
+All figures are of the process's resident memory, and those of weights come from the engine's report. What activations
+take was measured with onnxruntime 1.32 on x86-64 at FLUX.2-klein's published widths and is a little rounded up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from intaglio.engines.engine import Engine, read_report
+from intaglio.errors import InputError
+from intaglio.runtimes.picture_request import FACTOR, PictureRequest
+from intaglio.runtimes.preview import MOST_LATENTS
+from intaglio.runtimes.tiled_decode import (
+    DEFAULT_BAND_ROWS,
+    decode_bytes,
+    has_tiles,
+    rows_within,
+    tiled_decode_bytes,
+)
+
+# Python with NumPy, onnxruntime and Pillow: 75 MiB; Qwen3's tokenizer: 85, and 40 more while it is read.
+_PROCESS = 200 << 20
+# Of the transformer, float32 values: for each token while its feed-forward part runs, 10 times the hidden width and 6
+# times the inner one; while it attends, 17 times the hidden width, and for each pair of tokens one a head. Measured at
+# 768, 1536 and 2816 tokens: 223, 491 and 1258 MiB; this gives 252, 504 and 1287.
+_HIDDEN, _INNER, _ATTENDING = 10, 6, 17
+# While the transformer is loaded, its largest dense matrix is there twice: the modulation, 6 times hidden by hidden.
+_LARGEST_DENSE = 6
+# Of the text encoder, float32 values: for each token 5 times the inner width and 4 times the hidden one, for each pair
+# of tokens two a head. Measured at 512 tokens: 160 MiB, and as much for each row; this gives 178.
+_TEXT_INNER, _TEXT_HIDDEN, _TEXT_SCORES = 5, 4, 2
+# Of the VAE's encoder, float32 values: for each pixel 4.5 times the first width, and two scores for each pair of the
+# attention's positions. Measured at 256 and 512 pixels square: 138 and 536 MiB; this gives 145 and 576.
+_ENCODER_WORK, _ENCODER_SCORES = 4.5, 2
+# Float32 sample, its pixels while they are converted, and Pillow's copy, for each pixel of a picture.
+_PICTURE_BYTES = 64
+# Without a budget a decoder that would take more than this works in bands, which take little more time.
+_MOST_UNTILED = 4 << 30
+# Fewer rows than these would be little but neighbours.
+_LEAST_BAND_ROWS = 8
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How a call runs: whether stages stay loaded, how many rows of a batch run at once (None: all), and the rows of
+    the decoder's bands (None: the whole picture). ``peak`` is what the process is expected to come to, in bytes.
+    """
+
+    keep_loaded: bool
+    rows: int | None = None
+    band_rows: int | None = None
+    peak: int = 0
+
+    @property
+    def tiled(self) -> bool:
+        """Whether the decoder works in bands."""
+        return self.band_rows is not None
+
+
+@dataclass(frozen=True)
+class _Need:
+    """Bytes of a stage: of its weights, and beside them while it runs."""
+
+    weights: int
+    run: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.run
+
+
+def plan_memory(engine: Engine, request: PictureRequest, budget: int | None, *, keep_loaded: bool) -> MemoryPlan:
+    """The fastest way to make the pictures of ``request`` within ``budget`` bytes.
+
+    Stages leave in turn, the batch runs in parts and the decoder in bands, in this order, where that is needed.
+    Raises InputError with the budget that would do where not even all of that does.
+    """
+    estimate = _Estimate(engine, request)
+    band = estimate.band_rows(_MOST_UNTILED if request.tiled is None else None)
+    if budget is None:
+        return MemoryPlan(keep_loaded, None, band, estimate.peak(keep_loaded, request.pictures, band))
+    band = DEFAULT_BAND_ROWS if request.tiled else None
+    for keep in [True, False] if keep_loaded else [False]:
+        for rows in dict.fromkeys([request.pictures, 1]):
+            peak = estimate.peak(keep, rows, band)
+            if peak <= budget:
+                return MemoryPlan(keep, rows, band, peak)
+    if estimate.can_tile:
+        band = estimate.widest_band(budget)
+        for rows in dict.fromkeys([request.pictures, 1]):
+            if band is not None and (peak := estimate.peak(False, rows, band)) <= budget:
+                return MemoryPlan(False, rows, band, peak)
+    least = estimate.peak(False, 1, _LEAST_BAND_ROWS if estimate.can_tile else None)
+    worst = max(request.stages, key=lambda stage: estimate.need(stage, 1, _LEAST_BAND_ROWS).total)
+    raise InputError(
+        f"the memory budget is {_mib(budget)} MiB, and this needs {_mib(least)} MiB even with one stage at a time"
+        f"{' and the decoder in bands' if estimate.can_tile else ''}, most of them for {worst}; allow that much, or "
+        "make a smaller picture"
+    )
+
+
+class _Estimate:
+    """What the stages of a request need."""
+
+    def __init__(self, engine: Engine, request: PictureRequest) -> None:
+        self._request = request
+        self._configs = {role: component.config for role, component in engine.bundle.components.items()}
+        self._text_length = engine.bundle.text_to_image.text_length if engine.bundle.text_to_image else 0
+        report = read_report(engine.bundle_path, engine.info.target)
+        self._weights = {name: s.weight_bytes + s.widened_bytes for name, s in report.stages.items()}
+        vae = self._configs.get("vae")
+        has_stages = any(name.startswith("vae_tiles_") for name in engine.bundle.stages)
+        self.can_tile = vae is not None and has_tiles(vae) and has_stages and request.tiled is not False
+        if request.tiled and not self.can_tile:
+            raise InputError(
+                f"{engine.bundle_path}: has no stages to decode in bands; export it again, or decode without tiled"
+            )
+
+    def band_rows(self, most: int | None) -> int | None:
+        """Rows of bands without a budget: only where they are asked for, or the whole took more than ``most``."""
+        if self._request.tiled:
+            return DEFAULT_BAND_ROWS
+        too_large = most is not None and self.need("vae_decoder", 1, None).total > most
+        return DEFAULT_BAND_ROWS if too_large and self.can_tile else None
+
+    def widest_band(self, budget: int) -> int | None:
+        """The most rows that bands may have, up to the usual; None where not even the least fit."""
+        size = (self._request.height, self._request.width)
+        try:
+            rows = rows_within(self._configs["vae"], *size, budget - _PROCESS - self._pictures)
+        except InputError:
+            return None
+        return min(rows, DEFAULT_BAND_ROWS) if rows >= min(_LEAST_BAND_ROWS, size[0]) else None
+
+    def peak(self, keep_loaded: bool, rows: int, band_rows: int | None) -> int:
+        """Bytes of the process where ``rows`` of the batch run at once."""
+        needs = {stage: self.need(stage, rows, band_rows) for stage in self._request.stages}
+        if self._request.preview is not None and "transformer" in needs:
+            decoder = _Need(self._weights["vae_decoder"], self._decode(MOST_LATENTS * FACTOR, MOST_LATENTS * FACTOR))
+            transformer = needs["transformer"]
+            needs["transformer"] = _Need(transformer.weights + decoder.total, transformer.run)
+        if keep_loaded:
+            most = sum(n.weights for n in needs.values()) + max(n.run for n in needs.values())
+        else:
+            most = max(n.total for n in needs.values())
+        return _PROCESS + self._pictures + most
+
+    def need(self, stage: str, rows: int, band_rows: int | None) -> _Need:
+        """What a stage needs with ``rows`` of the batch at once and bands of ``band_rows``."""
+        request, size = self._request, (self._request.height, self._request.width)
+        if stage == "vae_decoder" and band_rows is not None:
+            return _Need(0, tiled_decode_bytes(self._configs["vae"], *size, band_rows))
+        weights = self._weights[stage]
+        if stage == "text_encoder":
+            run = _text_encoder_bytes(self._configs["text_encoder"], self._text_length) * rows
+        elif stage == "transformer":
+            tokens = self._text_length + request.image_tokens
+            run = _transformer_bytes(self._configs["transformer"], tokens, rows)
+        elif stage == "vae_encoder":
+            pictures = [*request.references, *([request.start] if request.start is not None else [])]
+            run = max(_encoder_bytes(self._configs["vae"], p.shape[2] * p.shape[3]) for p in pictures)
+        else:
+            run = self._decode(*size)
+        return _Need(weights, run)
+
+    def _decode(self, height: int, width: int) -> int:
+        # The decoder's own estimate counts the weights as well.
+        return max(0, decode_bytes(self._configs["vae"], height, width) - self._weights["vae_decoder"])
+
+    @property
+    def _pictures(self) -> int:
+        return _PICTURE_BYTES * self._request.height * self._request.width * self._request.pictures
+
+
+def _text_encoder_bytes(config: Mapping[str, Any], tokens: int) -> int:
+    width = _TEXT_INNER * config["intermediate_size"] + _TEXT_HIDDEN * config["hidden_size"]
+    return 4 * tokens * (width + _TEXT_SCORES * config["num_attention_heads"] * tokens)
+
+
+def _transformer_bytes(config: Mapping[str, Any], tokens: int, rows: int) -> int:
+    hidden = config["num_attention_heads"] * config["attention_head_dim"]
+    feeding = _HIDDEN * hidden + _INNER * int(hidden * config["mlp_ratio"])
+    attending = _ATTENDING * hidden + config["num_attention_heads"] * tokens
+    return 4 * max(rows * tokens * max(feeding, attending), _LARGEST_DENSE * hidden**2)
+
+
+def _encoder_bytes(config: Mapping[str, Any], pixels: int) -> int:
+    factor = 2 ** (len(config["block_out_channels"]) - 1)
+    scores = (pixels // factor**2) ** 2 if config["mid_block_add_attention"] else 0
+    return int(4 * max(_ENCODER_WORK * config["block_out_channels"][0] * pixels, _ENCODER_SCORES * scores))
+
+
+def _mib(size: int) -> int:
+    return -(-size >> 20)

@@ -1,0 +1,100 @@
+"""``intaglio run`` with a bundle that paints pictures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import intaglio
+from intaglio.engines.memory import peak_rss_bytes
+from intaglio.errors import InputError
+from intaglio.runtimes.images import check_png_path, save_png
+from intaglio.scripts.console import human_bytes, print_json, progress_bar, say
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from intaglio.runtimes.golden import GoldenReport
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{letter}iB": 1024 ** (i + 1) for i, letter in enumerate("KMGT")}
+_UNITS |= {f"{letter}B": 1000 ** (i + 1) for i, letter in enumerate("kMGT")}
+
+
+def check_targets(output: Path | None, preview: Path | None, pictures: int) -> list[Path]:
+    """The files that ``pictures`` go to, which can be written. Raises InputError, OutputError."""
+    if output is None:
+        raise InputError("this bundle paints pictures; name the PNG to write with -o")
+    targets = [output]
+    if pictures > 1:
+        targets = [output.with_name(f"{output.stem}-{i + 1}{output.suffix}") for i in range(pictures)]
+    for path in [*targets, *([preview] if preview else [])]:
+        check_png_path(path)
+    if preview is not None and preview.resolve() in [path.resolve() for path in targets]:
+        raise InputError(f"--preview {preview} is the picture's own file; name another")
+    return targets
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of ``4GiB``, ``3500MiB``, ``4GB`` or a plain number. Raises InputError."""
+    match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*([A-Za-z]*)\s*", text)
+    unit = next((size for name, size in _UNITS.items() if match and name.lower() == match[2].lower()), None)
+    if match is None or unit is None:
+        raise InputError(f"--memory-budget {text!r}: expected a size such as 4GiB or 3500MiB")
+    return int(float(match[1]) * unit)
+
+
+def paint(
+    bundle: Path,
+    prompt: str,
+    targets: Sequence[Path],
+    options: Mapping[str, Any],
+    *,
+    target: str,
+    threads: int,
+    memory_budget: str | None,
+    preview: Path | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Writes the pictures to ``targets``, and says on stderr how long each stage took."""
+    budget = parse_bytes(memory_budget) if memory_budget is not None else None
+    pipeline = intaglio.load(bundle, target, threads=threads, memory_budget=budget, keep_loaded=False)
+
+    def show(step: int, picture: Image) -> None:
+        assert preview is not None, "asked for below"
+        save_png(picture, preview)
+
+    with progress_bar(quiet=quiet) as progress:
+        result = pipeline(prompt, progress=progress, preview=show if preview else None, **options)
+    for path, picture, text in zip(targets, result.images, result.texts, strict=True):
+        save_png(picture, path, text)
+    peak = peak_rss_bytes()
+    stages = ", ".join(f"{name.replace('_', ' ')} {seconds:.1f} s" for name, seconds in result.timings.items())
+    say(f"wrote {', '.join(map(str, targets))}: {stages}, peak memory {human_bytes(peak)}", quiet=quiet)
+    if result.golden is not None and not as_json:
+        _say_golden(result.golden, quiet=quiet)
+    if as_json:
+        print_json(
+            {
+                "files": list(map(str, targets)),
+                "seeds": result.seeds,
+                "timings": result.timings,
+                "peak_rss_bytes": peak,
+                "golden": result.golden and asdict(result.golden),
+            }
+        )
+
+
+def _say_golden(report: GoldenReport, *, quiet: bool) -> None:
+    for difference in report.differences:
+        say(
+            f"{difference.name}: cosine {difference.cosine:.7f}, relative L2 {difference.relative_l2:.2e}, "
+            f"max abs {difference.max_abs:.2e}",
+            quiet=quiet,
+        )
+    for name in report.missing:
+        say(f"{name}: {report.folder} has no {name}.npy to compare with", quiet=quiet)
