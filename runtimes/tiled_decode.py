@@ -68,11 +68,11 @@ class _Statistics:
     mean: Any = 0.0
     squares: Any = 0.0
 
-    def add(self, count: int, mean: np.ndarray, squares: np.ndarray) -> None:
+    def add(self, count: int, mean: np.ndarray, variance: np.ndarray) -> None:
         """``count`` more values of each group."""
         total = self.count + count
         step = mean.astype(np.float64) - self.mean
-        self.squares = self.squares + squares.astype(np.float64) + step**2 * (self.count * count / total)
+        self.squares = self.squares + variance.astype(np.float64) * count + step**2 * (self.count * count / total)
         self.mean = self.mean + step * (count / total)
         self.count = total
 
@@ -191,7 +191,7 @@ class _TiledDecoder:
             y[:, :, start * scale : stop * scale] = part
             if "y_mean" in outputs:
                 groups = outputs["y_mean"].shape[1]
-                found.add(part.size // groups, outputs["y_mean"], outputs["y_squares"])
+                found.add(part.size // groups, outputs["y_mean"], outputs["y_variance"])
             self.progress.advance(1)
         assert y is not None, "a picture has rows"
         return y, found

@@ -13,8 +13,8 @@ from onnx_ir import convenience
 class GroupNormPass(ir.passes.InPlacePass):
     """Replaces ``GroupNormalization`` by its statistics and one multiplication and addition per channel.
 
-    onnxruntime runs the op's function body, which holds three whole activations more than its input at its peak and
-    passes over them nine times; this form holds two and passes over them five times. All is computed in float32.
+    onnxruntime runs the op's function body, which casts float32 to float32, holds one more whole activation than this
+    form, and adds up groups with forty times the error. All is computed in float32 here.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -59,16 +59,22 @@ def _composed(graph: ir.Graph, node: ir.Node) -> tuple[list[ir.Node], ir.Value]:
     assert node.inputs[0] is not None
     dtype = node.inputs[0].dtype or ir.DataType.FLOAT
 
-    x_BGN = op("Reshape", [x, constant(f"groups_{groups}", [0, groups, -1], np.int64)])
-    mean_BG1 = op("ReduceMean", [x_BGN, axes(2)], keepdims=1)
-    squares_BG1 = op("ReduceSumSquare", [op("Sub", [x_BGN, mean_BG1]), axes(2)], keepdims=1)
-    sizes = [op("Size", [value], ir.DataType.INT64) for value in (x_BGN, mean_BG1)]
-    count = op("Cast", [op("Div", sizes, ir.DataType.INT64)], to=ir.DataType.FLOAT)
-    variance_BG1 = op("Div", [squares_BG1, count])
+    by_group = constant(f"groups_{groups}", [0, groups, -1], np.int64)
+
+    def mean_of_rows(kind: str, value: ir.Value) -> ir.Value:
+        # Along the last axis first: onnxruntime adds one by one, and over a whole group that loses three digits.
+        rows = op("Reshape", [op(kind, [value, axes(-1)], keepdims=0), by_group])
+        return op("ReduceMean", [rows, axes(2)], keepdims=1)
+
+    mean_BG1 = mean_of_rows("ReduceMean", x)
+    distance_BGN = op("Sub", [op("Reshape", [x, by_group]), mean_BG1])
+    distance = op("Reshape", [distance_BGN, op("Shape", [x], ir.DataType.INT64)])
+    width = op("Cast", [op("Shape", [x], ir.DataType.INT64, start=-1)], to=ir.DataType.FLOAT)
+    variance_BG1 = op("Div", [mean_of_rows("ReduceSumSquare", distance), width])
     deviation_BG1 = op("Sqrt", [op("Add", [variance_BG1, constant(f"epsilon_{epsilon:g}", epsilon, np.float32)])])
     # Per group and channel in it, then as many axes as the input has: [B, C, 1, ...].
-    by_group = constant(f"by_group_{groups}", [groups, -1], np.int64)
-    weight_GC, bias_GC = op("Reshape", [weight_C, by_group]), op("Reshape", [bias_C, by_group])
+    in_groups = constant(f"in_groups_{groups}", [groups, -1], np.int64)
+    weight_GC, bias_GC = op("Reshape", [weight_C, in_groups]), op("Reshape", [bias_C, in_groups])
     scale_BGC = op("Div", [weight_GC, deviation_BG1])
     shift_BGC = op("Sub", [bias_GC, op("Mul", [mean_BG1, scale_BGC])])
     assert node.inputs[0].shape is not None, f"{output.name}: the rank of its input is unknown"

