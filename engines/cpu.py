@@ -59,6 +59,7 @@ def lower(model: ir.Model) -> ir.Model:
 
     from intaglio.engines.graph_stats import activation_dtype
     from intaglio.engines.lowering.bind_kernels import BindKernelsPass
+    from intaglio.engines.lowering.group_norm import GroupNormPass
     from intaglio.engines.lowering.widen_dtype import WidenDtypePass
     from intaglio.engines.lowering.widen_products import WidenProductsPass
 
@@ -67,6 +68,8 @@ def lower(model: ir.Model) -> ir.Model:
     model.metadata_props[_DTYPE] = said.get(asked, asked)
     # onnxruntime's CPU has no product of bfloat16, and one of float16 only on some processors.
     WidenDtypePass(ir.DataType.BFLOAT16, [DOMAIN])(model)
+    # onnxruntime's own adds up a group in one float32.
+    GroupNormPass()(model)
     WidenProductsPass({(DOMAIN, "GroupedQuantMatMul"): (0,), ("", "MatMul"): (0, 1)})(model)
     BindKernelsPass(_KERNEL_OPS, _KERNEL_BITS)(model)
     return model
