@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from klein_sizes import TINY
+from klein import make_checkpoint
 
 PROMPT = "a tiny bonsai tree in a ceramic pot"
 # Shorter than the published 512, so that runs are quick; the tokens are bytes.
@@ -32,7 +32,7 @@ def embeds_of_diffusers(folder: Path, prompts: list[str]) -> np.ndarray:
 
     with torch.no_grad():
         embeds, _ = diffusers_pipeline(folder).encode_prompt(
-            prompts, text_encoder_out_layers=TINY.layers, max_sequence_length=TEXT_LENGTH
+            prompts, text_encoder_out_layers=make_checkpoint.TINY.layers, max_sequence_length=TEXT_LENGTH
         )
     return embeds.numpy()
 
@@ -40,7 +40,7 @@ def embeds_of_diffusers(folder: Path, prompts: list[str]) -> np.ndarray:
 def paint_with_diffusers(folder: Path, *, is_distilled: bool = True, **options: Any) -> np.ndarray:
     """Pictures as float64 ``[batch, height, width, 3]`` from 0 to 255, not rounded."""
     settings: Mapping[str, Any] = {
-        "text_encoder_out_layers": TINY.layers,
+        "text_encoder_out_layers": make_checkpoint.TINY.layers,
         "max_sequence_length": TEXT_LENGTH,
         "guidance_scale": 1.0,
         "output_type": "np",
