@@ -13,6 +13,8 @@ from functools import cache
 from typing import TypeVar
 
 _Result = TypeVar("_Result")
+# A waiting thread wakes up for a signal only if that was delivered to it, and on Windows not at all.
+_POLL_SECONDS = 0.1
 
 
 @cache
@@ -31,6 +33,8 @@ def call_interruptibly(call: Callable[[], _Result], stop: Callable[[], object]) 
         return call()
     future = _worker().submit(call)
     try:
+        while not future.done():
+            wait([future], _POLL_SECONDS)
         return future.result()
     except BaseException:
         if not future.done():

@@ -114,7 +114,9 @@ def denoise(
     """Latents after the last step, float32 ``[B, I, C]``. Raises EngineError naming step and tensor, CancelledError."""
     for index in range(schedule.first_step, len(schedule.timesteps)):
         noise_pred = denoiser.velocity(latents_BIC, schedule.timesteps[index], index)
-        before, latents_BIC = latents_BIC, flow_matching.step(latents_BIC, noise_pred, schedule.sigmas, index)
+        before = latents_BIC
+        with np.errstate(over="ignore"):  # which the next lines say
+            latents_BIC = flow_matching.step(before, noise_pred, schedule.sigmas, index)
         if not np.isfinite(latents_BIC).all():
             raise EngineError(
                 f"the latents after step {index} are not finite, though the transformer's output is: their largest "

@@ -112,8 +112,14 @@ class Golden:
 
     def schedule(self) -> Schedule:
         """The stored sigmas, with a last 0, and timesteps."""
-        sigmas, timesteps = self._folder.schedule()
-        return Schedule(flow_matching.given_sigmas(sigmas), timesteps)
+        stored, timesteps = self._folder.schedule()
+        sigmas = flow_matching.given_sigmas(stored)
+        if len(sigmas) != len(timesteps) + 1:
+            raise InputError(
+                f"{self._file('sigmas')}: has {len(stored)} levels, the last of them {stored[-1]:g}, for "
+                f"{len(timesteps)} timesteps; expected as many, and perhaps a 0 after them"
+            )
+        return Schedule(sigmas, timesteps)
 
     def compare(self, stage: str, name: str, found: np.ndarray) -> None:
         """Measures what ``stage`` gave against the stored tensor; without one, its name is kept for the report."""

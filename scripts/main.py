@@ -16,6 +16,7 @@ from intaglio.errors import IntaglioError
 from intaglio.scripts import bench, compile_, convert, export, inspect_, parity, run
 from intaglio.scripts.console import ReaderGoneError, say, write
 
+_INTERRUPTED = 130
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -65,6 +66,8 @@ def main() -> None:
 def _run() -> int:
     try:
         code = app(standalone_mode=False)
+        if code == _INTERRUPTED:  # some versions of Typer end a KeyboardInterrupt so
+            say("interrupted")
         return code if isinstance(code, int) else 0
     except ReaderGoneError:
         # What was read is whole; what is still buffered has nowhere to go.
@@ -81,11 +84,11 @@ def _run() -> int:
         # Typer brings its own copy of click, or not, depending on its version: told by what they can do.
         if type(error).__name__ == "Abort":
             say("interrupted")
-            return 130
+            return _INTERRUPTED
         if hasattr(error, "show") and hasattr(error, "exit_code"):
             error.show()
             return int(error.exit_code)
         raise
     except KeyboardInterrupt:
         say("interrupted")
-        return 130
+        return _INTERRUPTED

@@ -40,6 +40,15 @@ def mistral_folder(request: pytest.FixtureRequest) -> Path:
     return fetched(f"{request.param}-tokenizer").parent
 
 
+@pytest.fixture(scope="session")
+def klein(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle of a tiny FLUX.2-klein, compiled, with its checkpoint beside it; for reading only."""
+    from klein_bundle import write_klein
+    from klein_pipeline import TEXT_LENGTH
+
+    return write_klein(tmp_path_factory.mktemp("klein"), text_length=TEXT_LENGTH, stages=None)
+
+
 def gguf_metadata(path: Path) -> dict[str, object]:
     """The key-value part of a GGUF file as plain Python values, read by the `gguf` package."""
     import gguf

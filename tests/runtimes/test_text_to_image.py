@@ -1,0 +1,620 @@
+"""The picture pipeline around the numbers: options, errors, stages that come and go, previews, golden folders."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_checkpoint
+from klein_bundle import export_klein
+from klein_pipeline import PROMPT, TEXT_LENGTH, pixels
+from PIL import Image
+
+import intaglio
+from intaglio.engines.engine import open_engine
+from intaglio.errors import BundleError, CancelledError, EngineError, InputError
+from intaglio.exporters.bundle import BUNDLE_FILE
+from intaglio.progress import ProgressEvent
+from intaglio.runtimes import flow_matching
+from intaglio.runtimes.denoising import Conditioning, Denoiser, Schedule, Step, denoise
+from intaglio.runtimes.latents import image_ids, pack, text_ids
+from intaglio.runtimes.memory_plan import MemoryPlan, plan_memory
+from intaglio.runtimes.noise import normal
+from intaglio.runtimes.picture_request import PictureModel, make_request
+from intaglio.runtimes.preview import preview_image, shrink
+from intaglio.runtimes.text_to_image import TextToImagePipeline
+from intaglio.runtimes.tokenizer import Tokenizer
+
+SMALL: dict[str, Any] = {"height": 32, "width": 48, "num_inference_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def pipe(klein: Path) -> TextToImagePipeline:
+    return intaglio.load(klein)
+
+
+def picture(width: int, height: int) -> np.ndarray:
+    return np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def changed(klein: Path, folder: Path, old: str, new: str) -> Path:
+    """A copy of the bundle that says something else of its model."""
+    shutil.copytree(klein, folder / "bundle")
+    file = folder / "bundle" / BUNDLE_FILE
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+    return folder / "bundle"
+
+
+@pytest.fixture(scope="module")
+def undistilled(klein: Path, tmp_path_factory: pytest.TempPathFactory) -> TextToImagePipeline:
+    folder = tmp_path_factory.mktemp("undistilled")
+    return intaglio.load(changed(klein, folder, '"is_distilled": true', '"is_distilled": false'))
+
+
+# --- prompts ------------------------------------------------------------------------------------------------
+
+
+def test_prompt_tokens_of_the_published_tokenizer(qwen3_folder: Path, tmp_path: Path) -> None:
+    shutil.copy(qwen3_folder / "tokenizer.json", tmp_path)
+    config = json.loads((qwen3_folder / "tokenizer_config.json").read_text())
+    (tmp_path / "chat_template.jinja").write_text(config["chat_template"])
+    tokenizer = Tokenizer(tmp_path, pad_token_id=151643)
+
+    def ids(prompt: str) -> list[int]:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], enable_thinking=False)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    prefix, suffix = [151644, 872, 198], [151645, 198, 151644, 77091, 198, 151667, 271, 151668, 271]
+    bonsai = [64, 13673, 81034, 2143, 4916, 304, 264, 42024, 3338]
+    assert ids(PROMPT) == prefix + bonsai + suffix
+    assert ids("") == prefix + suffix
+    assert 151667 not in tokenizer.encode(
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}]), add_special_tokens=False
+    )
+
+
+def test_prompts_are_padded_on_the_right(pipe: TextToImagePipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = pipe._session("text_encoder")
+    fed: list[dict[str, np.ndarray]] = []
+
+    def run(feeds: dict[str, np.ndarray], outputs: list[str]) -> dict[str, np.ndarray]:
+        fed.append(feeds)
+        return session.run(feeds, outputs)
+
+    monkeypatch.setitem(
+        pipe._sessions, "text_encoder", SimpleNamespace(name="text_encoder", stage=session.stage, run=run)
+    )
+    pipe.encode_prompt(["ab", ""])
+    ids, mask = fed[0]["input_ids"], fed[0]["attention_mask"]
+    assert ids.shape == mask.shape == (2, TEXT_LENGTH)
+    lengths = mask.sum(axis=1)
+    assert lengths[0] == lengths[1] + 2
+    assert lengths[1] == 25  # the bare template, a byte a token
+    for row, length in enumerate(lengths):
+        assert mask[row, :length].all()
+        assert (ids[row, length:] == 256).all()
+        assert 256 not in ids[row, :length]
+
+
+def test_too_long_a_prompt_says_how_long(pipe: TextToImagePipeline) -> None:
+    with pytest.raises(InputError, match=f"has {TEXT_LENGTH + 1} tokens with its template, and at most {TEXT_LENGTH}"):
+        pipe("x" * (TEXT_LENGTH - 24), **SMALL)
+    assert pipe("x" * 500, truncate=True, seed=1, **SMALL).images
+
+
+# --- options ------------------------------------------------------------------------------------------------
+
+
+def test_defaults(pipe: TextToImagePipeline, undistilled: TextToImagePipeline) -> None:
+    request = make_request(pipe.model, "x", {})
+    assert (request.height, request.width, request.guidance, request.negative_prompts) == (512, 512, 1.0, None)
+    np.testing.assert_array_equal(request.schedule.sigmas, flow_matching.sigmas(4, 1024))
+    request = make_request(undistilled.model, "x", {})
+    assert (len(request.schedule.timesteps), request.guidance, request.negative_prompts) == (50, 4.0, ("",))
+    unknown = PictureModel(**{**vars(pipe.model), "is_distilled": None})
+    request = make_request(unknown, "x", {"guidance_scale": 3})
+    assert (len(request.schedule.timesteps), request.guidance, request.negative_prompts) == (4, 3.0, ("",))
+
+
+def test_a_guidance_embedding_takes_guidance_as_an_input(pipe: TextToImagePipeline) -> None:
+    model = PictureModel(**{**vars(pipe.model), "guidance_embeds": True, "is_distilled": None})
+    request = make_request(model, "x", {"height": 16, "width": 16})
+    assert (request.guidance, request.negative_prompts) == (4.0, None)
+    with pytest.raises(InputError, match="no run for a negative prompt"):
+        make_request(model, "x", {"negative_prompt": "y"})
+    fed = []
+    stage = SimpleNamespace(inputs=[SimpleNamespace(name=n, dtype="float32") for n in ("hidden_states", "guidance")])
+    for name in ("timestep", "img_ids", "txt_ids", "encoder_hidden_states"):
+        stage.inputs.append(SimpleNamespace(name=name, dtype="int64" if "ids" in name else "float32"))
+
+    def run(feeds: dict[str, np.ndarray], outputs: list[str]) -> dict[str, np.ndarray]:
+        fed.append(feeds)
+        return {"noise_pred": feeds["hidden_states"]}
+
+    given = Conditioning(np.zeros((2, 3, 4), np.float32), guidance=2.5, guidance_embeds=True)
+    session = SimpleNamespace(name="transformer", stage=stage, run=run)
+    Denoiser(session, given, 1, 1).velocity(np.zeros((2, 1, 8), np.float32), np.float32(0.5), 0)
+    np.testing.assert_array_equal(fed[0]["guidance"], np.float32([2.5, 2.5]))
+    assert len(fed) == 1
+
+
+def test_seeds_name_pictures(pipe: TextToImagePipeline) -> None:
+    three = pipe(PROMPT, num_images_per_prompt=3, seed=8, **SMALL)
+    assert three.seeds == (8, 9, 10)
+    alone = pipe(PROMPT, seed=[9], **SMALL)
+    assert np.abs(pixels(alone.images) - pixels(three.images)[1]).max() <= 1
+    drawn = pipe(PROMPT, **SMALL)
+    assert drawn.seeds is not None
+    assert pipe(PROMPT, **SMALL).seeds != drawn.seeds
+    np.testing.assert_array_equal(pixels(pipe(PROMPT, seed=drawn.seeds, **SMALL).images), pixels(drawn.images))
+
+
+@pytest.mark.parametrize("rng", ["numpy", "mlx", "torch"])
+def test_generators(pipe: TextToImagePipeline, rng: str) -> None:
+    seeds = [3, 2**40]
+    request = make_request(pipe.model, "x", {"seed": seeds, "rng": rng, "num_images_per_prompt": 2, **SMALL})
+    expected = np.concatenate([pack(normal((1, 128, 2, 3), seed, rng)) for seed in seeds])
+    np.testing.assert_array_equal(request.noise, expected)
+
+
+def test_sigmas_by_hand_and_a_fixed_shift(pipe: TextToImagePipeline) -> None:
+    options = {key: SMALL[key] for key in ("height", "width")}
+    usual = pipe(PROMPT, seed=1, num_inference_steps=2, **options)
+    levels = flow_matching.sigmas(2, 6)
+    for given in (levels, levels[:-1].tolist()):
+        np.testing.assert_array_equal(pipe(PROMPT, seed=1, sigmas=given, **options).latents, usual.latents)
+    even = pipe(PROMPT, seed=1, shift=1.0, num_inference_steps=2, **options)
+    np.testing.assert_array_equal(pipe(PROMPT, seed=1, sigmas=[1, 0.5], **options).latents, even.latents)
+    assert (even.latents != usual.latents).any()
+
+
+def test_a_bundle_can_fix_the_shift(klein: Path, tmp_path: Path) -> None:
+    folder = changed(klein, tmp_path, '"shift": null', '"shift": 3.0')
+    request = make_request(intaglio.load(folder).model, "x", SMALL)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(request.schedule.sigmas, flow_matching.sigmas(2, 6, shift=3.0))
+
+
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (3, {}, "prompt is 3; expected text"),
+    ([], {}, r"prompt is \[\]; expected text"),
+    (["a", 1], {}, "expected text, or a list of texts"),
+    ("a\0b", {}, "a NUL character at position 1"),
+    ("a\ud800b", SMALL, "half of a surrogate pair"),
+    ("x" * 250_001, {}, "has 250001 characters"),
+    ("x", {"height": 100}, "height is 100; expected a multiple of 16, and 96 and 112 are nearest"),
+    ("x", {"width": 0}, "width is 0; expected a multiple of 16, at least 16"),
+    ("x", {"width": 32.0}, "width is 32.0; expected an integer"),
+    ("x", {"height": 8192}, "height is 8192, but the engine was compiled for 16 to 4096"),
+    ("x", {"num_inference_steps": 0}, "num_inference_steps is 0; expected an integer from 1 to 1000"),
+    ("x", {"num_inference_steps": 2.5}, "num_inference_steps is 2.5"),
+    ("x", {"guidance_scale": 4.0}, "guidance_scale is 4, but this model was distilled to need none"),
+    ("x", {"guidance_scale": 0.5}, "guidance_scale is 0.5; expected a number from 1 to 1000, where 1 is none"),
+    ("x", {"guidance_scale": float("nan")}, "guidance_scale is nan"),
+    ("x", {"negative_prompt": "y"}, "a negative prompt has no effect without guidance"),
+    ("x", {"num_images_per_prompt": 0}, "num_images_per_prompt is 0"),
+    ("x", {"seed": -1}, "seed is -1; expected an integer from 0"),
+    ("x", {"seed": 1.5}, "seed is 1.5; expected an integer from 0"),
+    ("x", {"seed": "7"}, "seed is '7'; expected an integer from 0"),
+    ("x", {"seed": [1, 2]}, "there are 2 seeds for 1 pictures"),
+    ("x", {"seed": 2**64 - 1, "num_images_per_prompt": 2}, f"seed is {2**64}"),
+    ("x", {"rng": "dice"}, "rng is 'dice'; expected one of numpy, mlx, torch"),
+    ("x", {"latents": np.zeros((1, 128, 2, 2)), **SMALL}, r"latents are \[1, 128, 2, 2\]; expected \[1, 128, 2, 3\]"),
+    ("x", {"latents": np.full((1, 6, 128), np.nan), **SMALL}, "768 of 768 values of the latents are not finite"),
+    ("x", {"latents": np.zeros((1, 6, 128)), "seed": 1, **SMALL}, "seed and latents are both given"),
+    ("x", {"latents": np.zeros((1, 6, 128)), "rng": "mlx", **SMALL}, "rng and latents are both given"),
+    ("x", {"strength": 0.5}, "strength is given without image"),
+    ("x", {"image": []}, "image is an empty list"),
+    ("x", {"image": "nowhere.png"}, "nowhere.png: there is no such file"),
+    ("x", {"image": picture(50, 64)}, "width is 50; expected a multiple of 16, and 48 and 64 are nearest"),
+    ("x", {"image": [picture(64, 64)] * 2, "strength": 0.5}, "2 pictures are given with strength"),
+    (
+        "x",
+        {"image": picture(64, 64), "strength": 0.5, "height": 32},
+        "image is 64 by 64 pixels, and the picture to be 64",
+    ),
+    ("x", {"image": picture(64, 64), "strength": 0}, "strength is 0; expected a number above 0"),
+    ("x", {"image": picture(64, 64), "strength": 0.1}, "less than one step of 4"),
+    ("x", {"sigmas": [1, 0.5], "num_inference_steps": 3}, "num_inference_steps is 3, but there are 2 sigmas above 0"),
+    ("x", {"sigmas": [1, 0.5], "shift": 3.0}, "sigmas and shift are both given"),
+    ("x", {"sigmas": [0.5, 1]}, "expected each to be below the last"),
+    ("x", {"sigmas": []}, "sigmas has no level above 0"),
+    ("x", {"shift": 0}, "shift is 0; expected a number"),
+    ("x", {"golden_replace": ["transformer"]}, "golden_replace is given without golden"),
+    ("x", {"golden": "nowhere"}, "nowhere: no such folder"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "options", "message"), REFUSED, ids=[case[2][:40] for case in REFUSED])
+def test_what_is_refused(pipe: TextToImagePipeline, prompt: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        pipe(prompt, **options)
+
+
+def test_an_unknown_option_is_a_mistake_of_the_caller(pipe: TextToImagePipeline) -> None:
+    with pytest.raises(TypeError, match="heigth is no option of a picture"):
+        pipe("x", heigth=64)  # type: ignore[call-arg]
+
+
+def test_negative_prompts_match_prompts(undistilled: TextToImagePipeline) -> None:
+    with pytest.raises(InputError, match="there are 2 negative prompts for 3 prompts"):
+        undistilled(["a", "b", "c"], negative_prompt=["d", "e"], **SMALL)
+    request = make_request(
+        undistilled.model,
+        ["a", "b"],
+        {"negative_prompt": ["c", "d"], "num_images_per_prompt": 2, **SMALL},  # type: ignore[typeddict-item]
+    )
+    assert request.prompts == ("a", "a", "b", "b")
+    assert request.negative_prompts == ("c", "c", "d", "d")
+
+
+# --- stages -------------------------------------------------------------------------------------------------
+
+
+def test_the_parts_are_the_whole(undistilled: TextToImagePipeline) -> None:
+    start, size = picture(48, 32), {"height": 32, "width": 48}
+    whole = undistilled(
+        PROMPT, image=start, strength=0.5, guidance_scale=3.0, negative_prompt="grey", seed=4, num_inference_steps=4
+    )
+    embeds, negative = undistilled.encode_prompt(PROMPT), undistilled.encode_prompt("grey")
+    latents = undistilled.sample_latents(
+        embeds,
+        negative_embeds=negative,
+        start=undistilled.encode_image(start),
+        strength=0.5,
+        guidance_scale=3.0,
+        seed=4,
+        num_inference_steps=4,
+        **size,
+    )
+    np.testing.assert_array_equal(latents, whole.latents)
+    images = undistilled.decode(latents, **size)
+    np.testing.assert_array_equal(pixels(images), pixels(whole.images))
+    assert np.abs(pixels(undistilled.decode(latents, tiled=True, **size)) - pixels(images)).max() <= 1
+    with pytest.raises(InputError, match="negative_embeds are missing"):
+        undistilled.sample_latents(embeds, guidance_scale=3.0, **size)
+    with pytest.raises(InputError, match="start and strength go together"):
+        undistilled.sample_latents(embeds, strength=0.5, **size)
+    with pytest.raises(TypeError, match="truncate is no option of the steps"):
+        undistilled.sample_latents(embeds, truncate=True, **size)
+
+
+def test_stages_stay_until_they_are_dropped(klein: Path) -> None:
+    pipe = intaglio.load(klein)
+    assert not pipe._sessions
+    first = pipe(PROMPT, seed=1, **SMALL)
+    assert set(pipe._sessions) == {"text_encoder", "transformer", "vae_decoder"}
+    assert first.timings.keys() == {"load", "text_encoder", "transformer", "vae_decoder", "total"}
+    pipe.unload("transformer")
+    assert set(pipe._sessions) == {"text_encoder", "vae_decoder"}
+    pipe.unload()
+    assert not pipe._sessions
+    np.testing.assert_array_equal(pixels(pipe(PROMPT, seed=1, **SMALL).images), pixels(first.images))
+
+
+def test_stages_can_leave_in_turn(klein: Path) -> None:
+    pipe = intaglio.load(klein, keep_loaded=False)
+    loaded: list[set[str]] = []
+    pipe(PROMPT, image=picture(32, 32), seed=1, progress=lambda _: loaded.append(set(pipe._sessions)), **SMALL)
+    assert not pipe._sessions
+    assert max(map(len, loaded)) == 1
+    with pytest.raises(CancelledError, match="paint: cancelled after 1 of 2 steps"):
+        pipe(PROMPT, progress=lambda event: event.task != "paint" or event.done < 1, **SMALL)
+    assert not pipe._sessions
+
+
+def test_a_lacking_stage_is_named(klein: Path, tmp_path: Path) -> None:
+    shutil.copytree(klein.parent / "checkpoint", tmp_path / "checkpoint")
+    lacking = intaglio.load(export_klein(tmp_path, taps=False, stages=["transformer", "vae_decoder"]))
+    with pytest.raises(
+        BundleError, match="lacks the stage text_encoder, which this needs; it has transformer, vae_dec"
+    ):
+        lacking("x", **SMALL)
+    with pytest.raises(BundleError, match="lacks the stage vae_encoder"):
+        lacking.encode_image(picture(32, 32))
+    with pytest.raises(InputError, match="has no stages to decode in bands"):
+        plan_memory(lacking.engine, make_request(lacking.model, "x", {"tiled": True}), None, keep_loaded=True)
+    embeds = np.zeros((1, TEXT_LENGTH, 384), np.float32)
+    latents = lacking.sample_latents(embeds, seed=1, **SMALL)
+    assert lacking.decode(latents, height=32, width=48)[0].size == (48, 32)
+
+
+def test_bundles_of_text_take_no_memory_budget(tmp_path: Path) -> None:
+    intaglio.export(tiny_checkpoint.write(tmp_path / "checkpoint"), tmp_path / "bundle")
+    intaglio.compile(tmp_path / "bundle")
+    with pytest.raises(InputError, match="memory_budget and keep_loaded are for pictures"):
+        intaglio.load(tmp_path / "bundle", memory_budget=1 << 30)
+    with pytest.raises(BundleError, match="is a bundle for text-generation, expected one for text-to-image"):
+        TextToImagePipeline(open_engine(tmp_path / "bundle"))
+
+
+# --- progress and previews ----------------------------------------------------------------------------------
+
+
+def test_progress_counts_steps(pipe: TextToImagePipeline) -> None:
+    events: list[ProgressEvent] = []
+    pipe(PROMPT, image=picture(48, 32), strength=0.5, num_inference_steps=4, seed=1, progress=events.append)
+    assert [(e.done, e.total, e.unit) for e in events if e.task == "paint"] == [(i, 2, "steps") for i in range(3)]
+    assert {e.task for e in events} == {"encode", "paint", "decode"}
+
+
+def test_previews_show_what_is_coming(pipe: TextToImagePipeline) -> None:
+    seen: list[tuple[int, Image.Image]] = []
+    output = pipe(
+        PROMPT, num_images_per_prompt=2, seed=1, height=256, width=160, preview=lambda i, image: seen.append((i, image))
+    )
+    assert [i for i, _ in seen] == [0, 1, 2, 3]
+    # 16 by 10 latents become 8 by 5, two pictures side by side.
+    assert {image.size for _, image in seen} == {(160, 128)}
+    assert "preview" in output.timings
+    # At the last step what is expected is what comes.
+    last = np.zeros_like(output.latents)
+    step = Step(0, last, output.latents, output.latents)
+    expected = preview_image(pipe._session("vae_decoder"), step, np.float32([0, 0]), 16, 10)
+    assert np.abs(pixels([seen[-1][1]]) - pixels([expected])).max() <= 1
+
+
+def test_shrinking_takes_means() -> None:
+    latents = np.random.default_rng(0).normal(size=(2, 3, 20, 9)).astype(np.float32)
+    small = shrink(latents)
+    assert small.shape == (2, 3, 7, 3)
+    np.testing.assert_allclose(small[1, 2, 1, 2], latents[1, 2, 3:6, 6:9].mean(), rtol=1e-5)
+    np.testing.assert_allclose(small[0, 0, 6, 0], latents[0, 0, 18:20, 0:3].mean(), rtol=1e-5)
+    np.testing.assert_array_equal(shrink(latents[:, :, :8, :8]), latents[:, :, :8, :8])
+
+
+# --- what is not finite -------------------------------------------------------------------------------------
+
+
+def test_the_first_tap_that_is_not_finite_is_named(pipe: TextToImagePipeline) -> None:
+    huge = np.full((1, 6, 128), 3e38, np.float32)
+    where = r"transformer: \d+ of 768 values of noise_pred are not finite at step 0\. The first point .* is x_emb_out\."
+    with pytest.raises(EngineError, match=where):
+        pipe(PROMPT, latents=huge, **SMALL)
+    with pytest.raises(EngineError, match=r"vae_decoder: .* values of sample are not finite at picture 1 of 1"):
+        pipe.decode(huge, height=32, width=48)
+    with pytest.raises(EngineError, match=r"vae_tiles_.* are not finite"):
+        pipe.decode(huge, height=32, width=48, tiled=True)
+
+
+def fake_transformer(pipe: TextToImagePipeline, noise_pred: Callable[[int], np.ndarray]) -> Any:
+    """A session without taps, whose runs are counted."""
+    stage = pipe.engine.bundle.stages["transformer"]
+    stage = stage.model_copy(update={"outputs": stage.outputs[:1]})
+    runs: list[int] = []
+
+    def run(feeds: dict[str, np.ndarray], outputs: list[str]) -> dict[str, np.ndarray]:
+        runs.append(len(runs))
+        return {"noise_pred": noise_pred(runs[-1])}
+
+    return SimpleNamespace(name="transformer", stage=stage, run=run)
+
+
+def test_the_step_is_named(pipe: TextToImagePipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(run: int) -> np.ndarray:
+        return np.full((1, 6, 128), np.inf if run == 1 else 0.0, np.float32)
+
+    monkeypatch.setitem(pipe._sessions, "transformer", fake_transformer(pipe, late))
+    with pytest.raises(
+        EngineError, match=r"768 of 768 values of noise_pred are not finite at step 1\. Export with --taps"
+    ):
+        pipe(PROMPT, **SMALL)
+    huge = np.full((1, 6, 128), -3e38, np.float32)
+    monkeypatch.setitem(pipe._sessions, "transformer", fake_transformer(pipe, lambda run: huge))
+    with pytest.raises(
+        EngineError, match="the latents after step 0 are not finite, though the transformer's output is"
+    ):
+        pipe(PROMPT, latents=-huge, sigmas=[1.0, 0.01], height=32, width=48)
+
+
+# --- golden folders -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stored(pipe: TextToImagePipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A golden folder of two steps, 32 by 48 pixels, of another prompt's conditioning."""
+    folder = tmp_path_factory.mktemp("golden")
+    embeds, noise = pipe.encode_prompt("a lake"), pack(normal((1, 128, 2, 3), 5))
+    sigmas = flow_matching.sigmas(2, 6)
+    tensors = {
+        "cond": embeds[0],
+        "tf_in_hidden_states": noise[0],
+        "img_ids": image_ids(2, 3).astype(np.float32),
+        "txt_ids": text_ids(TEXT_LENGTH)[None],
+        "timesteps": flow_matching.timesteps(sigmas),
+        "sigmas": sigmas[:-1],
+    }
+
+    def keep(step: Step) -> None:
+        tensors[f"noise_step{step.index}"] = step.noise_pred
+        tensors[f"latent_after_step{step.index}"] = step.after[0]
+
+    schedule = Schedule(sigmas, flow_matching.timesteps(sigmas) / np.float32(1000))
+    denoiser = Denoiser(pipe._session("transformer"), Conditioning(embeds), 2, 3)
+    latents = denoise(denoiser, noise, schedule, intaglio.progress.Progress(None, "", 2, ""), keep)
+    tensors["vae_decoded"] = pipe._decode(latents.transpose(0, 2, 1).reshape(1, 128, 2, 3), None, None)
+    for name, tensor in tensors.items():
+        np.save(folder / f"{name}.npy", tensor)
+    return folder
+
+
+@pytest.fixture
+def golden(stored: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return shutil.copytree(stored, tmp_path / "golden")
+
+
+STEPS = [f"{name}{i}" for i in range(2) for name in ("noise_step", "latent_after_step")]
+
+
+def test_golden_inputs_and_comparisons(pipe: TextToImagePipeline, golden: Path) -> None:
+    same = pipe("a lake", golden=golden)
+    assert same.golden is not None
+    assert [d.name for d in same.golden.differences] == ["cond", *STEPS, "vae_decoded"]
+    assert {d.stage for d in same.golden.differences} == {"text_encoder", "transformer", "vae_decoder"}
+    assert all(d.relative_l2 < 1e-5 and d.cosine > 0.99999 for d in same.golden.differences)
+    assert (same.golden.missing, same.golden.replaced, same.seeds) == ((), (), None)
+    other = pipe("a house", golden=golden)
+    assert other.golden is not None
+    assert all(d.relative_l2 > 1e-4 for d in other.golden.differences)
+    replaced = pipe("a house", golden=golden, golden_replace=["text_encoder"])
+    assert replaced.golden is not None
+    assert [d.name for d in replaced.golden.differences] == [*STEPS, "vae_decoded"]
+    assert all(d.relative_l2 < 1e-5 for d in replaced.golden.differences)
+    painted = pipe("a house", golden=golden, golden_replace=["transformer"])
+    assert painted.golden is not None
+    assert [d.name for d in painted.golden.differences] == ["cond", "vae_decoded"]
+    assert painted.golden.differences[1].relative_l2 < 1e-5
+    np.testing.assert_array_equal(painted.latents[0], np.load(golden / "latent_after_step1.npy"))
+    assert painted.texts[0]["golden"] == "golden, transformer"
+
+
+def test_what_a_golden_folder_lacks(pipe: TextToImagePipeline, golden: Path) -> None:
+    for name in ("vae_decoded", "noise_step1"):
+        (golden / f"{name}.npy").unlink()
+    output = pipe("a lake", golden=golden)
+    assert output.golden is not None
+    assert output.golden.missing == ("noise_step1", "vae_decoded")
+    for name in ("tf_in_hidden_states", "timesteps"):
+        (golden / f"{name}.npy").unlink()
+    with pytest.raises(InputError, match=r"lacks tf_in_hidden_states.npy, timesteps.npy, needed here"):
+        pipe("a lake", golden=golden)
+    (golden / "cond.npy").unlink()
+    with pytest.raises(InputError, match=r"lacks cond.npy, needed here"):
+        pipe("a lake", golden=golden, golden_replace=["text_encoder", "transformer"])
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "message"),
+    [
+        ("cond", np.zeros((2, 384)), r"cond.npy: has the shape \[2, 384\], expected \[1, 96, 384\]"),
+        ("tf_in_hidden_states", np.zeros((4, 128)), r"has the shape \[4, 128\], expected \[1, 6, 128\]"),
+        ("tf_in_hidden_states", np.full((6, 128), np.nan), "has values that are not finite"),
+        ("img_ids", image_ids(3, 2)[::-1], "are not those of one grid, row by row"),
+        ("img_ids", np.full((6, 4), 0.5), r"expected whole numbers \[tokens, 4\]"),
+        ("txt_ids", np.zeros((6, 3)), r"expected whole numbers \[tokens, 4\]"),
+        ("txt_ids", text_ids(7), "txt_ids has the shape"),
+        ("sigmas", np.array([0.5, 0.9]), "expected each to be below the last"),
+        ("sigmas", np.array([1, 0.9, 0.5]), "has 3 levels, the last of them 0.5, for 2 timesteps"),
+        ("latent_after_step1", np.zeros((6, 64)), r"latent_after_step1.npy: has the shape \[6, 64\]"),
+        ("vae_decoded", np.zeros((1, 3, 32, 32)), r"vae_decoded.npy: has the shape"),
+        ("vae_decoded", np.array("text"), "expected float32 or integers"),
+    ],
+)
+def test_damaged_golden_files(
+    pipe: TextToImagePipeline, golden: Path, name: str, array: np.ndarray, message: str
+) -> None:
+    np.save(golden / f"{name}.npy", array)
+    with pytest.raises(InputError, match=message):
+        pipe("a lake", golden=golden, golden_replace=["text_encoder"] if name == "cond" else [])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": 1}, "seed and golden are both given"),
+        ({"sigmas": [1.0]}, "sigmas and golden are both given"),
+        ({"num_inference_steps": 3}, "num_inference_steps is 3, but the golden folder holds 2 steps"),
+        ({"height": 64}, "the golden folder holds 48 by 32 pixels, asked are 48 by 64"),
+        ({"num_images_per_prompt": 2}, "2 pictures are asked for, but a golden folder holds one"),
+        ({"golden_replace": ["vae_decoder"]}, "golden_replace names 'vae_decoder'; there is text_encoder, transformer"),
+    ],
+)
+def test_options_that_a_golden_folder_brings(
+    pipe: TextToImagePipeline, golden: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        pipe("a lake", golden=golden, **options)
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+def test_plans_get_thriftier_as_the_budget_shrinks(pipe: TextToImagePipeline) -> None:
+    request = make_request(pipe.model, ["a", "b"], {"height": 1024, "width": 1024, "seed": 1})
+
+    def plan(budget: int | None) -> MemoryPlan:
+        return plan_memory(pipe.engine, request, budget, keep_loaded=True)
+
+    assert plan(None) == MemoryPlan(True, None, None, plan(None).peak)
+    plans = [plan(plan(None).peak)]
+    assert (plans[0].keep_loaded, plans[0].rows, plans[0].tiled) == (True, 2, False)
+    # A byte less than the last needed, until nothing is left to save.
+
+    def press() -> None:
+        while True:
+            plans.append(plan(plans[-1].peak - 1))
+            assert plans[-1].peak < plans[-2].peak
+
+    with pytest.raises(InputError) as refused:
+        press()
+    thrift = [(not p.keep_loaded, p.tiled) for p in plans]
+    assert thrift == sorted(thrift)
+    assert thrift[-1] == (True, True)
+    assert {p.rows for p in plans} == {1, 2}
+    bands = [p.band_rows for p in plans if p.band_rows is not None]
+    assert bands == sorted(bands, reverse=True)
+    needed = re.search(r"this needs (\d+) MiB", str(refused.value))
+    assert needed
+    assert plan(int(needed[1]) << 20).tiled
+
+
+def test_a_budget_that_is_named_does(klein: Path) -> None:
+    with pytest.raises(InputError, match="the memory budget is 16 MiB, and this needs") as refused:
+        intaglio.load(klein, memory_budget=16 << 20)(PROMPT, seed=1, **SMALL)
+    needed = re.search(r"this needs (\d+) MiB", str(refused.value))
+    assert needed
+    thrifty = intaglio.load(klein, memory_budget=int(needed[1]) << 20)
+    output = thrifty([PROMPT, "a lake"], seed=1, **SMALL)
+    assert not thrifty._sessions
+    expected = intaglio.load(klein)([PROMPT, "a lake"], seed=1, **SMALL)
+    assert np.abs(pixels(output.images) - pixels(expected.images)).max() <= 1
+
+
+def test_large_pictures_are_decoded_in_bands(pipe: TextToImagePipeline) -> None:
+    large = make_request(pipe.model, "x", {"height": 4096, "width": 4096})
+    assert plan_memory(pipe.engine, large, None, keep_loaded=True).tiled
+    whole = make_request(pipe.model, "x", {"height": 4096, "width": 4096, "tiled": False})
+    assert not plan_memory(pipe.engine, whole, None, keep_loaded=True).tiled
+
+
+def test_previews_references_and_starts_count(pipe: TextToImagePipeline) -> None:
+    def peak(**options: Any) -> int:
+        request = make_request(pipe.model, "x", {"height": 256, "width": 256, **options})
+        return plan_memory(pipe.engine, request, None, keep_loaded=False).peak
+
+    reference = picture(1024, 1024)
+    assert peak(preview=lambda i, image: None) > peak()
+    assert peak(image=[reference]) > peak()
+    assert peak(image=[reference] * 3) > peak(image=[reference])
+
+
+# --- what pictures say of themselves ------------------------------------------------------------------------
+
+
+def test_texts(undistilled: TextToImagePipeline) -> None:
+    output = undistilled(
+        "ünï", negative_prompt="grey", guidance_scale=2.5, seed=6, num_images_per_prompt=2, rng="torch", **SMALL
+    )
+    first, second = output.texts
+    assert first["prompt"] == "ünï"
+    assert first["negative prompt"] == "grey"
+    assert (first["seed"], second["seed"], first["rng"]) == ("6", "7", "torch")
+    assert (first["steps"], first["guidance"], first["size"]) == ("2", "2.5", "48x32")
+    assert first["model"] == "qwen3, flux2, autoencoder_kl_flux2"
+    assert re.search(r"transformer diffusion_pytorch_model.safetensors sha256 [0-9a-f]{64}", first["sources"])
+    assert re.fullmatch(r"intaglio \S+, onnxruntime \S+", first["Software"])
+    reference = undistilled("x", image=picture(32, 32), seed=1, guidance_scale=1.0, **SMALL).texts[0]
+    assert reference["reference pictures"] == "32x32"
+    assert "negative prompt" not in reference
+    start = undistilled("x", image=picture(48, 32), strength=0.5, seed=1, guidance_scale=1.0, **SMALL).texts[0]
+    assert start["strength"] == "0.5"
+    given = undistilled("x", latents=np.zeros((1, 6, 128)), guidance_scale=1.0, **SMALL).texts[0]
+    assert given["seed"] == "none: latents were given"
