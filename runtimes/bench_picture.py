@@ -7,6 +7,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,8 +20,8 @@ from intaglio.engines.memory import peak_rss_bytes, reset_peak_rss
 from intaglio.errors import InputError, RuntimeMissingError
 from intaglio.progress import Progress, ProgressCallback
 from intaglio.runtimes.images import check_size
-from intaglio.runtimes.latents import image_ids, text_ids
 from intaglio.runtimes.machine import Float32MatMul, describe_machine
+from intaglio.runtimes.random_feeds import Sizes, random_feeds
 
 # Module that runs a competitor's transformer in a process of its own.
 COMPETITORS = {"diffusers": "intaglio.runtimes.competitors.diffusers_transformer"}
@@ -41,6 +42,9 @@ def bench_picture(
     if repeats < 1:
         raise InputError(f"repeats is {repeats}, expected at least 1")
     check_size(height, width)
+    info = engine.bundle.text_to_image
+    assert info is not None, "only bundles for pictures come here"
+    sizes = Sizes.choose(engine.dims, tokens=info.text_length, height=height, width=width, batch=1)
     stages = [stage for stage in _STAGES if stage in engine.bundle.stages]
     if against is not None and "transformer" not in stages:
         raise InputError(f"{engine.bundle_path}: has no transformer to compare with {against}'s")
@@ -53,7 +57,7 @@ def bench_picture(
         started = time.perf_counter()
         session = engine.load(stage, threads=threads)
         load_seconds = time.perf_counter() - started
-        feeds = _feeds(engine, session.stage, height, width)
+        feeds = random_feeds(engine.bundle, session.stage, engine.dims, sizes, seed=0)
         seconds: list[float] = []
         theirs: list[float] = []
         peak = 0
@@ -85,45 +89,11 @@ def bench_picture(
             row[f"of_{against}"] = round(statistics.median(a / b for a, b in zip(seconds, theirs, strict=True)), 3)
         rows.append(row)
         del session
-    ceilings = {"float32_matmul_gops": round(max(speeds) / 1e9), "median_float32_matmul_gops": 0}
-    ceilings["median_float32_matmul_gops"] = round(statistics.median(speeds) / 1e9)
+    ceilings = {
+        "float32_matmul_gops": round(max(speeds) / 1e9),
+        "median_float32_matmul_gops": round(statistics.median(speeds) / 1e9),
+    }
     return {"machine": describe_machine(threads), "ceilings": ceilings, "rows": rows}
-
-
-def _feeds(engine: Engine, stage: Any, height: int, width: int) -> dict[str, np.ndarray]:
-    """Random inputs of a stage for one picture."""
-    info = engine.bundle.text_to_image
-    assert info is not None
-    factor = 16
-    rows, columns, text = height // factor, width // factor, info.text_length
-    sizes = {
-        "batch": 1,
-        "height": height,
-        "width": width,
-        "latent_height": rows,
-        "latent_width": columns,
-        "image_tokens": rows * columns,
-        "text_tokens": text,
-    }
-    given = {
-        "img_ids": image_ids(rows, columns)[None],
-        "txt_ids": text_ids(text)[None],
-        "attention_mask": np.ones((1, text), np.int64),
-    }
-    generator = np.random.Generator(np.random.Philox(0))
-    feeds = {}
-    for tensor in stage.inputs:
-        shape = [n if isinstance(n, int) else sizes[n] for n in tensor.shape]
-        if tensor.name in given:
-            feeds[tensor.name] = given[tensor.name]
-        elif tensor.name == "input_ids":
-            vocab_size = engine.bundle.components["text_encoder"].config["vocab_size"]
-            feeds[tensor.name] = generator.integers(0, vocab_size, shape)
-        elif tensor.name in ("timestep", "guidance"):
-            feeds[tensor.name] = np.full(shape, 0.5, tensor.dtype)
-        else:
-            feeds[tensor.name] = generator.standard_normal(shape, np.float32).astype(tensor.dtype)
-    return feeds
 
 
 def _operations(engine: Engine, feeds: Mapping[str, np.ndarray]) -> int:
@@ -149,32 +119,35 @@ def _competitor(engine: Engine, name: str | None, feeds: Mapping[str, np.ndarray
         "text_tokens": feeds["encoder_hidden_states"].shape[1],
         "threads": threads or os.cpu_count(),
     }
-    child = subprocess.Popen(
-        [sys.executable, "-P", "-m", COMPETITORS[name], json.dumps(request)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stdin is not None and child.stdout is not None and child.stderr is not None
-    stdin, stdout, stderr = child.stdin, child.stdout, child.stderr
+    # Its warnings go to a file: a pipe that nobody reads fills up and stops it.
+    with tempfile.TemporaryFile("w+") as stderr:
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-m", COMPETITORS[name], json.dumps(request)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+        assert child.stdin is not None and child.stdout is not None
+        stdin, stdout = child.stdin, child.stdout
 
-    def answer() -> str:
-        line = stdout.readline()
-        if not line:
-            last = stderr.read().strip().splitlines()[-1:] or [f"ended by {child.wait()}"]
-            raise RuntimeMissingError(f"{name} cannot be run beside ours: {last[0]}")
-        return line
-
-    try:
-        answer()  # the model is there
+        def answer() -> str:
+            line = stdout.readline()
+            if not line:
+                code = child.wait()
+                stderr.seek(0)
+                last = stderr.read().strip().splitlines()[-1:] or [f"it ended with {code}"]
+                raise RuntimeMissingError(f"{name} cannot be run beside ours: {last[0]}")
+            return line
 
         def run() -> list[float]:
             stdin.write("step\n")
             stdin.flush()
             return [float(answer())]
 
-        yield run
-    finally:
-        child.kill()
-        child.communicate()
+        try:
+            answer()  # the model is there
+            yield run
+        finally:
+            child.kill()
+            child.communicate()

@@ -1,4 +1,4 @@
-"""FLUX.2-klein 4B with random weights, at its published size: memory of export, compile and run. Run by ``make bench``."""
+"""FLUX.2-klein 4B with random weights, at its published size: memory of export and run. Run by ``make bench``."""
 
 from __future__ import annotations
 
