@@ -361,6 +361,14 @@ def test_previews_show_what_is_coming(pipe: TextToImagePipeline) -> None:
     assert np.abs(pixels([seen[-1][1]]) - pixels([expected])).max() <= 1
 
 
+def test_previews_take_the_noise_off(pipe: TextToImagePipeline) -> None:
+    decoder, generator = pipe._session("vae_decoder"), np.random.default_rng(1)
+    before, velocity = (generator.normal(size=(1, 6, 128)).astype(np.float32) for _ in range(2))
+    found = preview_image(decoder, Step(1, velocity, before, before), np.float32([1, 0.5, 0]), 2, 3)
+    expected = pipe.decode(before - np.float32(0.5) * velocity, height=32, width=48)
+    np.testing.assert_array_equal(pixels([found]), pixels(expected))
+
+
 def test_shrinking_takes_means() -> None:
     latents = np.random.default_rng(0).normal(size=(2, 3, 20, 9)).astype(np.float32)
     small = shrink(latents)
@@ -368,6 +376,15 @@ def test_shrinking_takes_means() -> None:
     np.testing.assert_allclose(small[1, 2, 1, 2], latents[1, 2, 3:6, 6:9].mean(), rtol=1e-5)
     np.testing.assert_allclose(small[0, 0, 6, 0], latents[0, 0, 18:20, 0:3].mean(), rtol=1e-5)
     np.testing.assert_array_equal(shrink(latents[:, :, :8, :8]), latents[:, :, :8, :8])
+
+
+def test_a_batch_in_parts_is_the_batch(pipe: TextToImagePipeline) -> None:
+    prompts = ["a", "b", "c"]
+    ids = pipe._token_ids(prompts, truncate=False)
+    whole = pipe._encode(ids, rows=None)
+    for rows in (1, 2):
+        np.testing.assert_allclose(pipe._encode(ids, rows=rows), whole, atol=1e-5)
+    assert all((whole[0] != whole[i]).any() for i in (1, 2))
 
 
 # --- what is not finite -------------------------------------------------------------------------------------
