@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
 from intaglio.errors import BundleError, InputError
+from intaglio.exporters.picture_schema import check_picture
 from intaglio.output import interrupted
 
 BUNDLE_FILE = "bundle.json"
@@ -35,7 +36,7 @@ class Dim(_Schema):
     """Bounds of a named dim. A dependent dim has an ``expression`` of others, which its size must equal."""
 
     min: int = Field(ge=0)
-    max: int = Field(ge=1)
+    max: int = Field(ge=1, le=2**31 - 1)
     opt: int | None = Field(default=None, ge=0)
     multiple_of: int = Field(default=1, ge=1)
     expression: str | None = None
@@ -86,9 +87,9 @@ class TokenizerInfo(_Schema):
     bos_token: str | None
     eos_token: str | None
     pad_token: str | None
-    bos_token_id: int | None
-    pad_token_id: int | None
-    eos_token_ids: tuple[int, ...]
+    bos_token_id: Size | None
+    pad_token_id: Size | None
+    eos_token_ids: tuple[Size, ...]
     has_chat_template: bool
 
 
@@ -141,9 +142,9 @@ class TextToImageInfo(_Schema):
     shift of the sigmas; None takes the empirical one.
     """
 
-    text_encoder_layers: tuple[int, ...] = Field(min_length=1)
-    text_length: int = Field(ge=1)
-    is_distilled: bool | None
+    text_encoder_layers: tuple[Size, ...] = Field(min_length=1)
+    text_length: int = Field(ge=1, le=2**20)
+    is_distilled: StrictBool | None
     shift: float | None = Field(default=None, gt=0)
 
 
@@ -187,7 +188,24 @@ class Bundle(_Schema):
             for tensor in stage.inputs:
                 if unknown := [n for n in tensor.shape if isinstance(n, str) and n not in self.dims]:
                     raise ValueError(f"{name}: the input {tensor.name} has the dim {unknown[0]!r}, which dims lacks")
+        for name in self.dims:
+            _check_expression(name, self.dims)
+        if self.kind == "text-to-image":
+            check_picture(self)
         return self
+
+
+def _check_expression(name: str, dims: Mapping[str, Dim], above: tuple[str, ...] = ()) -> None:
+    """Refuses an expression with a name that is no dim, or that comes back to itself."""
+    expression = dims[name].expression
+    if expression is None:
+        return
+    for other in expression_names(expression):
+        if other not in dims:
+            raise ValueError(f"dims.{name} is {expression}, and dims lacks {other}")
+        if other in (name, *above):
+            raise ValueError(f"dims.{name} is {expression}, which depends on itself")
+        _check_expression(other, dims, (name, *above))
 
 
 def _check_vocabulary(component: ComponentInfo | None) -> None:
@@ -269,6 +287,11 @@ def parse_expression(expression: str) -> ast.expr:
         if not known and not (isinstance(node, ast.Constant) and type(node.value) is int):
             raise ValueError(f"the dim expression {expression!r} may hold only names, integers and + - * /")
     return tree
+
+
+def expression_names(expression: str) -> list[str]:
+    """The names in a dim expression. Raises ValueError."""
+    return sorted({node.id for node in ast.walk(parse_expression(expression)) if isinstance(node, ast.Name)})
 
 
 def evaluate_dim(expression: str, sizes: Mapping[str, int]) -> int | None:

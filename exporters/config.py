@@ -11,7 +11,7 @@ from intaglio.errors import ConfigError
 
 _REQUIRED = object()
 # What no published model comes near, and what a lie would have us allocate or compute with.
-_MAX_INTEGER, _MAX_HEAD_DIM = 2**31 - 1, 65536
+_MAX_INTEGER, _MAX_HEAD_DIM, _MAX_LAYERS = 2**31 - 1, 65536, 10_000
 _MIN_NUMBER, _MAX_NUMBER = 1e-20, 1e20
 
 
@@ -165,6 +165,8 @@ def window_layers(keys: ConfigKeys, layers: int) -> tuple[int | None, tuple[str,
     Kinds are ``full_attention`` and ``sliding_attention``. Without ``layer_types``, the layers from
     ``max_window_layers`` on slide. Raises ConfigError.
     """
+    if layers > _MAX_LAYERS:  # each gets an entry below
+        raise keys.wrong("num_hidden_layers", f"is {layers}, expected at most {_MAX_LAYERS}")
     window = None
     if keys.boolean("use_sliding_window", absent=False):
         window = keys.integer_or_null("sliding_window")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from intaglio.exporters.bundle import (
     TextToImageInfo,
     TokenizerInfo,
     WeightsInfo,
+    expression_names,
     is_bundle,
 )
 from intaglio.exporters.checkpoints import Checkpoint, CheckpointTensor, open_checkpoint
@@ -323,9 +323,13 @@ def _dims(plan: _Plan, stages: Mapping[str, StageInfo]) -> dict[str, Dim]:
             low, high = max(known.min, dim.min), min(known.max, dim.max)
             opt = known.opt if known.opt is None else min(max(known.opt, low), high)
             dims[name] = known.model_copy(update={"min": low, "max": high, "opt": opt})
-    for name in list(used):
-        if name in dims and dims[name].expression:
-            used |= set(re.findall(r"[A-Za-z_]\w*", dims[name].expression or ""))
+    open_names = list(used)
+    while open_names:
+        name = open_names.pop()
+        if name in dims and (expression := dims[name].expression):
+            named = [other for other in expression_names(expression) if other not in used]
+            used |= set(named)
+            open_names += named
     return {name: dim for name, dim in dims.items() if name in used}
 
 

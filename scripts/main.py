@@ -1,4 +1,4 @@
-"""``intaglio``: the entry point that gathers the verbs."""
+"""``intaglio``: gathers the verbs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib.metadata
 import io
 import logging
 import os
-import signal
 import sys
 from typing import Annotated
 
@@ -53,8 +52,6 @@ def _set_log_level(level: str) -> None:
 
 def main() -> None:
     """Runs the command line. Exit codes: 0, 2 for bad input, 1 for anything unforeseen, 130 when interrupted."""
-    # SIGTERM ends the program as an exception, so that nothing half-written and no child is left behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - closed stdout: the result goes nowhere
     for stream in (sys.stdout, sys.stderr):

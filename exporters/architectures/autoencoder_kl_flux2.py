@@ -35,7 +35,7 @@ from intaglio.exporters.layers.tiled_decoder import TiledDecoder, tiled_dims
 _ENCODER = (128, 256, 512, 512)
 _DECODERS = ((128, 256, 512, 512), (96, 192, 384, 384))
 _PUBLISHED = {"norm_num_groups": 32, "batch_norm_eps": 1e-4}
-_MAX_BLOCKS, _MAX_LAYERS = 8, 32  # a lie beyond them would have us build for hours
+_MAX_BLOCKS, _MAX_LAYERS, _MAX_CHANNELS = 8, 32, 65536  # a lie beyond them would have us build for hours
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class AutoencoderKLFlux2Config:
         if layers > _MAX_LAYERS:
             raise keys.wrong("layers_per_block", f"is {layers}, expected at most {_MAX_LAYERS}")
         return cls(
-            in_channels=keys.integer("in_channels"),
-            out_channels=keys.integer("out_channels"),
-            latent_channels=keys.integer("latent_channels"),
+            in_channels=_channels(keys, "in_channels"),
+            out_channels=_channels(keys, "out_channels"),
+            latent_channels=_channels(keys, "latent_channels"),
             block_out_channels=widths,
             decoder_block_out_channels=decoder_widths,
             layers_per_block=layers,
@@ -98,6 +98,13 @@ class AutoencoderKLFlux2Config:
             patch_size=_patch_size(keys),
             batch_norm_eps=keys.number("batch_norm_eps"),
         )
+
+
+def _channels(keys: ConfigKeys, key: str) -> int:
+    count = keys.integer(key)
+    if count > _MAX_CHANNELS:
+        raise keys.wrong(key, f"is {count}, expected at most {_MAX_CHANNELS}")
+    return count
 
 
 def _list(keys: ConfigKeys, key: str) -> list[int]:

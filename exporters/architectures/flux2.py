@@ -45,6 +45,9 @@ _AXES = 4
 # Of each half of a double-stream modulation; the text's begin with c_.
 _MODULATIONS = ("shift_msa", "scale_msa", "gate_msa", "shift_mlp", "scale_mlp", "gate_mlp")
 
+# What no published model comes near, and what a lie would have us build.
+_MAX_WIDTH = 2**22
+
 
 @dataclass(frozen=True)
 class Flux2Config:
@@ -85,8 +88,12 @@ class Flux2Config:
                 "axes_dims_rope", f"is {list(axes)}, expected {_AXES} even widths that add up to {head_dim}"
             )
         channels = keys.integer("timestep_guidance_channels", minimum=2)
-        if channels % 2:
-            raise keys.wrong("timestep_guidance_channels", f"is {channels}, expected an even number")
+        if channels % 2 or channels > _MAX_WIDTH:
+            raise keys.wrong("timestep_guidance_channels", f"is {channels}, expected an even number to {_MAX_WIDTH}")
+        heads, mlp_ratio = keys.integer("num_attention_heads"), keys.number("mlp_ratio")
+        for key, width in (("num_attention_heads", heads * head_dim), ("mlp_ratio", heads * head_dim * mlp_ratio)):
+            if not 1 <= width <= _MAX_WIDTH:
+                raise keys.wrong(key, f"gives a width of {width:g}, expected 1 to {_MAX_WIDTH}")
         return cls(
             patch_size=keys.integer("patch_size"),
             in_channels=in_channels,
@@ -95,10 +102,10 @@ class Flux2Config:
             num_layers=keys.integer("num_layers"),
             num_single_layers=keys.integer("num_single_layers"),
             attention_head_dim=head_dim,
-            num_attention_heads=keys.integer("num_attention_heads"),
+            num_attention_heads=heads,
             joint_attention_dim=keys.integer("joint_attention_dim"),
             timestep_guidance_channels=channels,
-            mlp_ratio=keys.number("mlp_ratio"),
+            mlp_ratio=mlp_ratio,
             axes_dims_rope=axes,
             rope_theta=keys.number("rope_theta"),
             eps=keys.number("eps"),

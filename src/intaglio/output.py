@@ -45,10 +45,18 @@ def replaced_folder(target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replaced_file(path: Path) -> Iterator[BinaryIO]:
-    """A file beside ``path`` to write into, renamed to it when the block ends without an error. Raises OutputError."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}{_PARTIAL}file")
+    """A file beside ``path`` to write into, renamed to it when the block ends without an error.
+
+    A link is followed. Raises OutputError.
+    """
+    partial = None
     try:
-        with partial.open("wb") as file:
+        path = path.resolve()
+        # Named shorter than any name that the folder takes.
+        fd, name = tempfile.mkstemp(prefix=".", suffix=f"{_PARTIAL}file", dir=path.parent)
+        partial = Path(name)
+        with open(fd, "wb") as file:
+            partial.chmod(0o666 & ~_umask())
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -56,8 +64,9 @@ def replaced_file(path: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         raise _refused(path, error) from error
     finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+        if partial is not None:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
 
 
 def _refused(path: Path, error: OSError) -> OutputError:

@@ -18,7 +18,7 @@ class ProgressEvent:
     unit: str
 
 
-# Returns False to cancel; anything else goes on.
+# Returns False (or NumPy's) to cancel; anything else goes on.
 ProgressCallback = Callable[[ProgressEvent], object]
 
 
@@ -36,5 +36,7 @@ class Progress:
         self._done += units
         if self._callback is None:
             return
-        if self._callback(ProgressEvent(self._task, self._done, self._total, self._unit)) is False:
+        answer = self._callback(ProgressEvent(self._task, self._done, self._total, self._unit))
+        # By type and value, not by identity: 0 and None go on.
+        if type(answer).__name__ in ("bool", "bool_") and not answer:
             raise CancelledError(f"{self._task}: cancelled after {self._done} of {self._total} {self._unit}")

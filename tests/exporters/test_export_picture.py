@@ -281,6 +281,28 @@ def test_parts_that_do_not_fit(
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 
+@pytest.mark.parametrize(
+    ("part", "key", "value", "message"),
+    [
+        ("text_encoder", "num_hidden_layers", 10**9, "num_hidden_layers is 1000000000, expected at most 10000"),
+        ("text_encoder", "num_hidden_layers", 40, "the config says 40 layers, the checkpoint has 4"),
+        ("transformer", "num_layers", 1000, "the config says 1000 layers, the checkpoint has 3"),
+        ("transformer", "num_attention_heads", 2**30, "num_attention_heads gives a width of"),
+        ("transformer", "mlp_ratio", 1e19, "mlp_ratio gives a width of"),
+        ("transformer", "timestep_guidance_channels", 2**30, "expected an even number to"),
+        ("vae", "latent_channels", 2**31 - 1, "latent_channels is 2147483647, expected at most 65536"),
+        ("vae", "in_channels", 2**30, "in_channels is 1073741824, expected at most 65536"),
+    ],
+)
+def test_sizes_that_lie_are_refused_before_anything_is_built(
+    part: str, key: str, value: float, message: str, sources: Path, tmp_path: Path
+) -> None:
+    folder = copied(sources, tmp_path / "pipeline")
+    edit(folder / part / "config.json", {key: value})
+    with pytest.raises(IntaglioError, match=message):
+        intaglio.export(folder, tmp_path / "bundle", hidden_states=LAYERS)
+
+
 def test_a_gguf_with_another_meaning_of_the_type_id_is_refused(sources: Path, tmp_path: Path) -> None:
     """The same bytes with the scale first: what other programs write under this id."""
     raw = bytearray((sources / "gguf" / "dit.gguf").read_bytes())
