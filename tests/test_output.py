@@ -15,9 +15,14 @@ from intaglio.progress import Progress
 def test_a_file_appears_at_the_end_and_nothing_is_left(tmp_path: Path) -> None:
     target = tmp_path / ("n" * 251 + ".png")  # as long as a name may be
     target.write_bytes(b"old")
-    with pytest.raises(RuntimeError), replaced_file(target) as file:
-        file.write(b"half")
-        raise RuntimeError
+
+    def write_half() -> None:
+        with replaced_file(target) as file:
+            file.write(b"half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_half()
     assert target.read_bytes() == b"old"
     with replaced_file(target) as file:
         file.write(b"new")
