@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from typing import TypeVar
 
@@ -31,13 +31,26 @@ def call_interruptibly(call: Callable[[], _Result], stop: Callable[[], object]) 
     """
     if threading.current_thread() is not threading.main_thread():
         return call()
-    future = _worker().submit(call)
+    # Its own, made before anything runs: an interrupt may come before a pool's `submit` has returned.
+    future: Future[_Result] = Future()
     try:
+        _worker().submit(_fulfil, future, call)
         while not future.done():
             wait([future], _POLL_SECONDS)
         return future.result()
     except BaseException:
-        if not future.done():
+        if not future.cancel() and not future.done():
             stop()
             wait([future])
         raise
+
+
+def _fulfil(future: Future[_Result], call: Callable[[], _Result]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = call()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

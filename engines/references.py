@@ -121,16 +121,6 @@ def _import_tract() -> ModuleType:
         ) from error
 
 
-def run_onnxruntime(graph: Path, feeds: Feeds) -> dict[str, np.ndarray]:
-    """All outputs of one run in onnxruntime. Raises RuntimeMissingError, EngineError."""
-    return OnnxruntimeReference(graph).run(feeds)
-
-
-def run_tract(graph: Path, feeds: Feeds) -> dict[str, np.ndarray]:
-    """All outputs of one run in tract. Raises RuntimeMissingError, EngineError."""
-    return TractReference(graph).run(feeds)
-
-
 def lower_for_tract(model: ir.Model) -> ir.Model:
     """Inlines functions and makes masks additive, in place."""
     InlinePass()(model)

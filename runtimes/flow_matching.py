@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from intaglio.errors import EngineError, InputError
+from intaglio.runtimes.checks import integer
 
 NUM_TRAIN_TIMESTEPS = 1000
 
@@ -28,8 +29,8 @@ def empirical_mu(image_tokens: int, num_inference_steps: int) -> float:
     between them the shift is linear in the steps. Above 4300 tokens the second line is taken alone. The source of the
     numbers is `compute_empirical_mu` in their `flux2/sampling.py`.
     """
-    image_tokens = _integer("image_tokens", image_tokens, 1, _MOST_IMAGE_TOKENS)
-    steps = _integer("num_inference_steps", num_inference_steps, 0, NUM_TRAIN_TIMESTEPS)
+    image_tokens = integer("image_tokens", image_tokens, 1, _MOST_IMAGE_TOKENS)
+    steps = integer("num_inference_steps", num_inference_steps, 0, NUM_TRAIN_TIMESTEPS)
     at_200 = 0.00016927 * image_tokens + 0.45666666
     if image_tokens > 4300:
         return at_200
@@ -44,7 +45,7 @@ def sigmas(num_inference_steps: int, image_tokens: int, *, shift: float | None =
     0 steps give ``[0]``. shift: a fixed one in place of `exp(empirical_mu(...))`; 1 leaves the levels evenly spaced.
     The arithmetic is that of MLX, in float32 from mu on. Raises InputError.
     """
-    steps = _integer("num_inference_steps", num_inference_steps, 0, NUM_TRAIN_TIMESTEPS)
+    steps = integer("num_inference_steps", num_inference_steps, 0, NUM_TRAIN_TIMESTEPS)
     mu = empirical_mu(image_tokens, steps)
     if shift is not None and (not _is_real(shift) or not 1e-3 <= float(shift) <= 1e3):
         raise InputError(f"shift is {shift!r}; expected a number from 0.001 to 1000, or None for the model's own")
@@ -114,7 +115,7 @@ def start_step(num_inference_steps: int, strength: float) -> int:
     diffusers; those of its flow-matching models round up, and start from pure noise at 4 steps and 0.8. Raises
     InputError, also where no step would be left.
     """
-    steps = _integer("num_inference_steps", num_inference_steps, 0, NUM_TRAIN_TIMESTEPS)
+    steps = integer("num_inference_steps", num_inference_steps, 0, NUM_TRAIN_TIMESTEPS)
     if not _is_real(strength) or not 0 < float(strength) <= 1:
         raise InputError(f"strength is {strength!r}; expected a number above 0 and at most 1")
     run = int(steps * float(strength))
@@ -142,12 +143,6 @@ def _check_same(name: str, array: np.ndarray, beside: np.ndarray) -> None:
             f"{name} is {array.dtype} {list(array.shape)} beside {beside.dtype} {list(beside.shape)}; expected float32 "
             "of one shape"
         )
-
-
-def _integer(name: str, value: object, least: int, most: int) -> int:
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not least <= int(value) <= most:
-        raise InputError(f"{name} is {value!r}; expected an integer from {least} to {most}")
-    return int(value)
 
 
 def _is_real(value: object) -> bool:

@@ -21,6 +21,7 @@ import numpy as np
 
 from intaglio.errors import EngineError, InputError, IntaglioError, OutputError, RuntimeMissingError
 from intaglio.output import replaced_file
+from intaglio.runtimes.latents import FACTOR
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 _FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "TIFF", "BMP", "GIF", "PPM")
 
 
-def check_size(height: int, width: int, multiple: int = 16) -> None:
+def check_size(height: int, width: int, multiple: int = FACTOR) -> None:
     """Raises InputError, naming the nearest sizes, unless both are positive multiples of ``multiple`` (pixels)."""
     for name, size in (("height", height), ("width", width)):
         if not isinstance(size, numbers.Integral) or isinstance(size, bool):
@@ -73,7 +74,7 @@ def to_image(pixels_HW3: np.ndarray) -> Image:
     return _pillow("Image").fromarray(np.ascontiguousarray(pixels_HW3))
 
 
-def load_image(source: str | os.PathLike[str] | Image | np.ndarray, multiple: int = 16) -> np.ndarray:
+def load_image(source: str | os.PathLike[str] | Image | np.ndarray, multiple: int = FACTOR) -> np.ndarray:
     """An encoder's input, float32 ``[1, 3, height, width]`` with black at -1 and white at 1: ``2 * value / 255 - 1``.
 
     source: a file (PNG, JPEG, WebP, AVIF, TIFF, BMP, GIF or PPM of one picture), a Pillow picture, or a uint8 array
@@ -112,13 +113,13 @@ def _from_array(pixels: np.ndarray) -> Image:
     return _pillow("Image").fromarray(np.ascontiguousarray(pixels))
 
 
-def _opened(path: Path, formats: tuple[str, ...] = _FORMATS) -> Image:
+def _opened(path: Path) -> Image:
     pillow = _pillow("Image")
     if not path.is_file():
         raise InputError(f"{path}: {'it is no file' if path.exists() else 'there is no such file'}; expected a picture")
     pillow.init()
     # Some formats are missing from some builds of Pillow.
-    known = [name for name in formats if name in pillow.OPEN]
+    known = [name for name in _FORMATS if name in pillow.OPEN]
     with _reading(str(path), known), pillow.open(path, formats=known) as image:
         # The second picture of an MPO is a preview or the other eye's.
         if getattr(image, "is_animated", False) and image.format != "MPO":
@@ -213,13 +214,6 @@ def check_png_path(path: str | os.PathLike[str]) -> None:
         raise OutputError(
             f"{path}: the folder {path.parent} cannot be written; choose another or change its permissions"
         )
-
-
-def read_png_text(path: str | os.PathLike[str]) -> dict[str, str]:
-    """Keywords and texts of a PNG file, in its order. Raises InputError for a file that is no whole PNG."""
-    image: Any = _opened(Path(path), ("PNG",))
-    with _reading(os.fspath(path)):
-        return {str(keyword): str(value) for keyword, value in image.text.items()}
 
 
 # 1 to 79 printable Latin-1 characters, single spaces between others.

@@ -8,12 +8,15 @@ A latent grid has one row and one column for each 16 pixels. Position ids have f
 
 from __future__ import annotations
 
-import numbers
 from typing import Any
 
 import numpy as np
 
 from intaglio.errors import InputError
+from intaglio.runtimes.checks import finite_float32, floats, integer
+
+# Pixels that a latent is wide and high, in all of FLUX.2.
+FACTOR = 16
 
 # How far apart reference pictures lie on the axis t; the picture that is made lies at 0.
 _REFERENCE_SPACING = 10
@@ -36,29 +39,22 @@ def unpack(latents_BSC: np.ndarray, height: int, width: int) -> np.ndarray:
     return np.ascontiguousarray(latents_BSC.transpose(0, 2, 1)).reshape(batch, channels, height, width)
 
 
-def initial_latents(latents: Any, batch: int, channels: int, height: int, width: int) -> np.ndarray:
+def initial_latents(latents: Any, batch: int | None, channels: int, height: int, width: int) -> np.ndarray:
     """Latents that a caller gave, as a grid or as tokens: finite float32 ``[batch, height * width, channels]``.
 
-    ``height`` and ``width`` are those of the latent grid, a 16th of the pixels. Any floating dtype is taken. Raises
-    InputError for another shape or dtype and for values that are not finite in float32.
+    ``height`` and ``width`` are those of the latent grid, a 16th of the pixels. A ``batch`` of None takes any but 0.
+    Any floating dtype is taken. Raises InputError for another shape or dtype and for values that are not finite in
+    float32.
     """
-    array = np.asarray(latents)
-    # bfloat16 comes from ml_dtypes, and NumPy does not know that it is floating.
-    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
-        raise InputError(f"latents are {array.dtype}; expected float32, or another floating dtype")
+    array = floats("latents", latents)
+    batch = batch or max(1, len(array) if array.ndim else 0)
     grid, tokens = (batch, channels, height, width), (batch, height * width, channels)
     if array.shape not in (grid, tokens):
         raise InputError(
             f"latents are {list(array.shape)}; expected {list(grid)} or packed {list(tokens)} for pictures of "
-            f"{16 * width} by {16 * height} pixels"
+            f"{FACTOR * width} by {FACTOR * height} pixels"
         )
-    with np.errstate(over="ignore"):
-        array = array.astype(np.float32)
-    finite = np.isfinite(array)
-    if not finite.all():
-        raise InputError(
-            f"{array.size - np.count_nonzero(finite)} of {array.size} values of the latents are not finite in float32"
-        )
+    array = finite_float32("latents", array)
     return pack(array) if array.ndim == 4 else array
 
 
@@ -69,27 +65,21 @@ def image_ids(height: int, width: int) -> np.ndarray:
 
 def reference_ids(index: int, height: int, width: int) -> np.ndarray:
     """Position ids of reference picture ``index``: int64 ``[height * width, 4]``, with t = 10 + 10 * index."""
-    index = _integer("index", index, 0)
+    index = integer("index", index, 0)
     return _grid_ids(_REFERENCE_SPACING * (index + 1), height, width)
 
 
 def text_ids(length: int) -> np.ndarray:
     """Position ids of text: int64 ``[length, 4]``, ``(0, 0, 0, position)``."""
-    ids_S4 = np.zeros((_integer("length", length, 0), 4), np.int64)
+    ids_S4 = np.zeros((integer("length", length, 0), 4), np.int64)
     ids_S4[:, 3] = np.arange(len(ids_S4))
     return ids_S4
 
 
 def _grid_ids(t: int, height: int, width: int) -> np.ndarray:
-    height, width = _integer("height", height, 1), _integer("width", width, 1)
+    height, width = integer("height", height, 1), integer("width", width, 1)
     ids_HW4 = np.zeros((height, width, 4), np.int64)
     ids_HW4[..., 0] = t
     ids_HW4[..., 1] = np.arange(height)[:, None]
     ids_HW4[..., 2] = np.arange(width)
     return ids_HW4.reshape(-1, 4)
-
-
-def _integer(name: str, value: object, least: int) -> int:
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or int(value) < least:
-        raise InputError(f"{name} is {value!r}; expected an integer of at least {least}")
-    return int(value)

@@ -9,15 +9,13 @@ import numpy as np
 
 from intaglio.errors import InputError
 from intaglio.exporters.bundle import Bundle, Dim, StageInfo, evaluate_dim
-from intaglio.runtimes.latents import image_ids, text_ids
+from intaglio.runtimes.latents import FACTOR, image_ids, text_ids
 
 _TOKENS, _BATCH = 12, 2
 # Not square, so that rows and columns cannot be mixed up unseen.
 _HEIGHT, _WIDTH = 64, 96
 # Of a decoder that works in bands.
 _BANDS = {"query_tokens": 5, "band_rows": 6, "band_width": 10}
-# Pixels that a latent is wide where no autoencoder is there to say so.
-_PIXELS = 16
 _TEXT = {"input_ids", "attention_mask", "position_ids"}
 _PICTURE = {
     "input_ids", "attention_mask", "hidden_states", "encoder_hidden_states", "timestep", "guidance", "img_ids",
@@ -62,7 +60,7 @@ class Sizes:
 
 
 def _size(name: str, asked: int | None, dim: Dim | None, default: int) -> int:
-    dim = dim or Dim(min=1, max=2**31 - 1, multiple_of=_PIXELS if name in ("height", "width") else 1)
+    dim = dim or Dim(min=1, max=2**31 - 1, multiple_of=FACTOR if name in ("height", "width") else 1)
     if asked is None:
         size = min(max(default, dim.min), dim.max)
         return max(size - size % dim.multiple_of, dim.min)
@@ -84,7 +82,7 @@ def latent_size(dims: Mapping[str, Dim], sizes: Sizes) -> tuple[int, int]:
     def along(name: str, pixels: int) -> int:
         dim = dims.get(f"latent_{name}")
         size = evaluate_dim(dim.expression, {name: pixels}) if dim is not None and dim.expression else None
-        return pixels // _PIXELS if size is None else size
+        return pixels // FACTOR if size is None else size
 
     return along("height", sizes.height), along("width", sizes.width)
 

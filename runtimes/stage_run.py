@@ -16,7 +16,7 @@ _TAPS_AT_ONCE = 8
 def run_stage(
     session: Any, feeds: Mapping[str, np.ndarray], output: str, *, where: str = "", rows: int | None = None
 ) -> np.ndarray:
-    """``output`` of a stage as float32. At most ``rows`` of the batch are run at a time.
+    """``output`` of a stage as float32, in memory of its own. At most ``rows`` of the batch are run at a time.
 
     Floating feeds are cast to what the stage takes. Raises EngineError for an output that is not finite, which says
     ``where`` it happened and, in a bundle with taps, at which point of the graph first.
@@ -27,7 +27,8 @@ def run_stage(
     for first in range(0, batch, size):
         part = _cast(session, {name: value[first : first + size] for name, value in feeds.items()})
         found = _run_finite(session, part, [output], where)[output]
-        parts.append(found.astype(np.float32, copy=False))
+        # Copied: an output keeps all the memory of the session that made it, also when that has left.
+        parts.append(found.astype(np.float32))
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
@@ -54,15 +55,15 @@ def _run_finite(
     found: dict[str, np.ndarray] = session.run(feeds, outputs)
     for name in outputs:
         if not np.isfinite(found[name]).all():
-            raise _not_finite(session, feeds, name, found[name], where)
+            taps = [tensor.name for tensor in session.stage.outputs if tensor.name not in outputs]
+            raise _not_finite(session, feeds, name, found[name], taps, where)
     return found
 
 
 def _not_finite(
-    session: Any, feeds: Mapping[str, np.ndarray], output: str, found: np.ndarray, where: str
+    session: Any, feeds: Mapping[str, np.ndarray], output: str, found: np.ndarray, taps: list[str], where: str
 ) -> EngineError:
     count = found.size - np.count_nonzero(np.isfinite(found))
-    taps = [tensor.name for tensor in session.stage.outputs if tensor.name != output]
     first = _first_tap(session, feeds, taps)
     if first is not None:
         hint = f"The first point of the graph that is not finite is {first}"

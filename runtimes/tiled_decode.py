@@ -87,15 +87,14 @@ def decode_tiled(
     latents: np.ndarray,
     *,
     band_rows: int | None = None,
-    memory_bytes: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> np.ndarray:
     """Packed latents ``[B, K, h, w]``, as the transformer leaves them, to ``[B, 3, H, W]`` in about -1 to 1.
 
     ``load_stage`` gives a stage of the bundle by its name; each is let go before the next is loaded. ``config`` is the
-    autoencoder's in the bundle. ``band_rows`` is how many rows of the picture run at a time (64 by default), or
-    ``memory_bytes`` what :func:`tiled_decode_bytes` may come to. Pictures of a batch run one after another. Raises
-    InputError, also where the memory is too little, and CancelledError.
+    autoencoder's in the bundle. ``band_rows`` is how many rows of the picture run at a time (64 by default;
+    :func:`rows_within` says how many fit into memory). Pictures of a batch run one after another. Raises InputError,
+    CancelledError.
     """
     geometry = _Geometry.of(config)
     if latents.ndim != 4 or latents.shape[1] != geometry.packed_channels or 0 in latents.shape:
@@ -104,10 +103,6 @@ def decode_tiled(
     if not has_tiles(config):
         raise InputError("this decoder has too few blocks, or no attention, to be decoded in bands; decode it whole")
     height, width = (side * geometry.patch * geometry.scale(0) for side in latents.shape[2:])
-    if band_rows is not None and memory_bytes is not None:
-        raise InputError("band_rows and memory_bytes are both given; expected one of them")
-    if memory_bytes is not None:
-        band_rows = rows_within(config, height, width, memory_bytes, latents.itemsize)
     rows = min(DEFAULT_BAND_ROWS if band_rows is None else band_rows, height)
     if rows < 1:
         raise InputError(f"band_rows is {band_rows}, expected at least 1")

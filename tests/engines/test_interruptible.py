@@ -6,12 +6,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from intaglio.engines import interruptible
 from intaglio.engines.engine import open_engine
 from intaglio.engines.interruptible import call_interruptibly
 
@@ -39,6 +41,36 @@ def test_the_call_is_stopped_and_waited_for(soon: None) -> None:
     with pytest.raises(KeyboardInterrupt):
         call_interruptibly(call, stop.set)
     assert events == ["call ended"]
+
+
+def test_an_interrupt_while_the_call_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, stop = threading.Event(), threading.Event()
+    pool = ThreadPoolExecutor(1)
+
+    class Interrupted:
+        def __init__(self, runs: bool) -> None:
+            self.runs = runs
+
+        def submit(self, *arguments: Any) -> None:
+            if self.runs:
+                pool.submit(*arguments)
+                assert begun.wait(30)
+            raise KeyboardInterrupt
+
+    def call() -> None:
+        begun.set()
+        assert stop.wait(30)
+        ended.append(True)
+
+    ended: list[bool] = []
+    monkeypatch.setattr(interruptible, "_worker", lambda: Interrupted(True))
+    with pytest.raises(KeyboardInterrupt):
+        call_interruptibly(call, stop.set)
+    assert ended == [True]
+    # Before it was handed over there is nothing to stop, nor to wait for.
+    monkeypatch.setattr(interruptible, "_worker", lambda: Interrupted(False))
+    with pytest.raises(KeyboardInterrupt):
+        call_interruptibly(call, lambda: pytest.fail("nothing runs"))
 
 
 def test_results_and_errors_go_through() -> None:

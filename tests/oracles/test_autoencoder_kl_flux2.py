@@ -19,10 +19,10 @@ import onnx_ir as ir
 import pytest
 import torch
 from graph_text import graph_text
+from run_graph import run_tract
 from safetensors.torch import load_file, save_file
 from vae_stages import FULL, SMALL, OrtStage, tiny_vae, write_stages
 
-from intaglio.engines.references import run_tract
 from intaglio.errors import ConfigError, WeightsError
 from intaglio.exporters.architecture import find_architecture, model_tensors
 from intaglio.exporters.architectures.autoencoder_kl_flux2 import ARCHITECTURE, AutoencoderKLFlux2Config

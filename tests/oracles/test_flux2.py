@@ -21,10 +21,10 @@ import onnx_ir as ir
 import pytest
 import torch
 from diffusers import Flux2Transformer2DModel
+from run_graph import run_onnxruntime
 from safetensors.torch import save_file
 from stage_runner import RUNNERS, check_golden, run_lowered, write_stage
 
-from intaglio.engines.references import run_onnxruntime
 from intaglio.errors import ConfigError, WeightsError
 from intaglio.exporters.architecture import find_architecture, match_weights, model_tensors
 from intaglio.exporters.checkpoints import open_checkpoint

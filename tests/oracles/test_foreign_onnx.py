@@ -15,11 +15,11 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from fetched import fetched
+from run_graph import run_tract
 
 import intaglio
 from intaglio.engines.model_engine import OnnxModel
 from intaglio.engines.onnx_file import read_onnx
-from intaglio.engines.references import run_tract
 from intaglio.runtimes.parity import compare
 
 Feeds = dict[str, np.ndarray]

@@ -18,11 +18,11 @@ import pytest
 import torch
 import transformers
 from mlx_files import dequantized, quantize_folder
+from run_graph import run_onnxruntime
 from safetensors.torch import load_file, save_file
 from stage_runner import RUNNERS, check_golden, run_lowered, write_stage
 from tiny_models import TINY_MODELS
 
-from intaglio.engines.references import run_onnxruntime
 from intaglio.errors import ConfigError, WeightsError
 from intaglio.exporters.architecture import find_architecture, match_weights, model_tensors
 from intaglio.exporters.checkpoints import open_checkpoint

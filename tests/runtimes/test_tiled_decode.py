@@ -223,18 +223,6 @@ def test_rows_within_are_the_most_that_fit(model: str) -> None:
         rows_within(config, 1024, 1024, least - 1)
 
 
-def test_memory_chooses_the_band(small: Case) -> None:
-    x = latents(1, 4, 4)
-    events: dict[str, list[ProgressEvent]] = {"little": [], "much": []}
-    budgets = {"little": tiled_decode_bytes(small.config, 64, 64, 2), "much": 10**9}
-    pictures = [
-        decode_tiled(small.load, small.config, x, memory_bytes=budgets[name], progress=seen.append)
-        for name, seen in events.items()
-    ]
-    assert np.abs(pictures[0] - pictures[1]).max() <= MAX_ABS
-    assert events["little"][-1].total > events["much"][-1].total
-
-
 # Progress and refusals.
 
 
@@ -257,8 +245,6 @@ def test_progress_cancels(small: Case) -> None:
         ((32, 2, 2), {}, r"expected \[batch, 32"),
         ((1, 32, 0, 2), {}, r"expected \[batch, 32"),
         ((1, 32, 2, 2), {"band_rows": 0}, "band_rows is 0, expected at least 1"),
-        ((1, 32, 2, 2), {"band_rows": 4, "memory_bytes": 10**9}, "expected one of them"),
-        ((1, 32, 2, 2), {"memory_bytes": 10**6}, "32x32 needs"),
     ],
 )
 def test_refusals(small: Case, shape: tuple[int, ...], arguments: dict[str, int], message: str) -> None:

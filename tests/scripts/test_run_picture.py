@@ -15,10 +15,10 @@ import tiny_checkpoint
 from klein_pipeline import pixels
 from measure import intaglio as command_line
 from PIL import Image
+from png_text import read_png_text
 
 import intaglio
 from intaglio.errors import InputError, OutputError
-from intaglio.runtimes.images import read_png_text
 from intaglio.scripts.run_picture import check_targets, parse_bytes
 
 SMALL = ("--width", 48, "--height", 32, "--steps", 2)

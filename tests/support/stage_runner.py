@@ -10,9 +10,9 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 from graph_text import graph_text
+from run_graph import run_onnxruntime, run_tract
 
 from intaglio.engines import cpu
-from intaglio.engines.references import run_onnxruntime, run_tract
 from intaglio.exporters.architecture import find_architecture, match_weights, model_tensors
 from intaglio.exporters.checkpoints import open_checkpoint
 from intaglio.exporters.graph import attach_weights, build_graph, quantize_modules, save_graph, stage_parameters
