@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -54,3 +55,9 @@ def tensor(name: str, value: Any, shape: Sequence[int | str]) -> np.ndarray:
     if not fits:
         raise InputError(f"{name} are {list(array.shape)}; expected [{', '.join(map(str, shape))}]")
     return finite_float32(name, array)
+
+
+def sha256_of(array: np.ndarray) -> str:
+    """Of the array's bytes, row by row, in the order of a little-endian machine."""
+    little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return hashlib.sha256(little.tobytes()).hexdigest()

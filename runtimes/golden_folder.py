@@ -8,7 +8,7 @@ below, which other programs use for FLUX.2 too. A leading batch axis, and axes o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -74,7 +74,7 @@ class GoldenFolder:
 
     def load(self, name: str) -> np.ndarray:
         """The tensor of this name. Raises InputError naming the file."""
-        file = self.path / f"{name}.npy"
+        file = self.file(name)
         try:
             array = np.load(file, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
@@ -82,6 +82,33 @@ class GoldenFolder:
         if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiu":
             raise InputError(f"{file}: holds {getattr(array, 'dtype', 'an archive')}, expected float32 or integers")
         return array
+
+    def read(self, name: str, shape: Sequence[int | None], dtype: str) -> np.ndarray:
+        """A tensor as ``dtype``, finite, of ``shape``, where None is any size. Raises InputError naming the file."""
+        stored = self.load(name)
+        array = stored
+        if None not in shape:
+            array = self.shaped(name, tuple(n or 0 for n in shape))
+        while array.ndim > len(shape) and len(array) == 1:
+            array = array[0]
+        while array.ndim < len(shape):
+            array = array[None]
+        fits = array.ndim == len(shape) and all(n in (None, m) for n, m in zip(shape, array.shape, strict=True))
+        if not fits or not array.size:
+            sizes = ", ".join("any" if n is None else str(n) for n in shape)
+            raise InputError(f"{self.file(name)}: has the shape {list(stored.shape)}, expected [{sizes}]")
+        return _convert(array, dtype, self.file(name))
+
+    def shaped(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """A tensor as it is stored, but for axes of one element. Raises InputError naming the file."""
+        array = self.load(name)
+        if not same_shape(array.shape, shape):
+            raise InputError(f"{self.file(name)}: has the shape {list(array.shape)}, expected {list(shape)}")
+        return array.reshape(shape)
+
+    def file(self, name: str) -> Path:
+        """Where a tensor lies."""
+        return self.path / f"{name}.npy"
 
     def output_names(self, stage: str, output: str) -> list[str]:
         """The files that hold an output of a stage."""
@@ -112,7 +139,7 @@ class GoldenFolder:
         feeds = {}
         for tensor in info.inputs:
             array = rows[tensor.name]
-            where = self.path / f"{input_name(stage, tensor.name)}.npy"
+            where = self.file(input_name(stage, tensor.name))
             fixed = [n if isinstance(n, int) else None for n in tensor.shape]
             fits = array.ndim == len(fixed) and all(n in (None, m) for n, m in zip(fixed, array.shape, strict=True))
             if not fits:

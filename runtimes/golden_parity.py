@@ -21,7 +21,7 @@ from intaglio.runtimes.golden_folder import (
     same_shape,
     stored_stages,
 )
-from intaglio.runtimes.parity import BOUNDS, ParityReport, until_divergent
+from intaglio.runtimes.parity import BOUNDS, ParityReport, some_of, until_divergent
 from intaglio.runtimes.sides import Run, Side, engine_side, sample
 
 SAMPLER = "sampler"
@@ -69,8 +69,8 @@ def against_golden(
     ]
     if len(not_compared) == sum(map(len, outputs.values())) + 2 * steps:
         raise InputError(
-            f"{path}: no file matches an output of {', '.join(stages)}; it has {_some(sorted(folder.names))}. A bundle "
-            "exported with --taps has more outputs"
+            f"{path}: no file matches an output of {', '.join(stages)}; it has {some_of(sorted(folder.names))}. A "
+            "bundle exported with --taps has more outputs"
         )
     count = Progress(progress, "parity", len(stages), "stages")
 
@@ -178,7 +178,3 @@ def _measure(folder: GoldenFolder, name: str, found: np.ndarray) -> Difference:
         problem = f"has the shape {list(found.shape)}, {name}.npy {list(stored.shape)}"
         return Difference(name, 0.0, np.inf, np.inf, problem=problem)
     return compare(name, found, stored.reshape(found.shape))
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")

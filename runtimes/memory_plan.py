@@ -12,7 +12,8 @@ from typing import Any
 
 from intaglio.engines.engine import Engine, read_report
 from intaglio.errors import InputError
-from intaglio.runtimes.picture_request import FACTOR, PictureRequest
+from intaglio.runtimes.latents import FACTOR
+from intaglio.runtimes.picture_request import Work
 from intaglio.runtimes.preview import MOST_LATENTS
 from intaglio.runtimes.tiled_decode import (
     DEFAULT_BAND_ROWS,
@@ -24,6 +25,8 @@ from intaglio.runtimes.tiled_decode import (
 
 # Python with NumPy, onnxruntime and Pillow: 75 MiB; Qwen3's tokenizer: 85, and 40 more while it is read.
 _PROCESS = 200 << 20
+# What a process may grow by between being told a budget and being given it.
+_DRIFT = 16 << 20
 # Of the transformer, float32 values: for each token while its feed-forward part runs, 10 times the hidden width and 6
 # times the inner one; while it attends, 17 times the hidden width, and for each pair of tokens one a head. Measured at
 # 768, 1536 and 2816 tokens: 223, 491 and 1258 MiB; this gives 252, 504 and 1287.
@@ -55,11 +58,6 @@ class MemoryPlan:
     band_rows: int | None = None
     peak: int = 0
 
-    @property
-    def tiled(self) -> bool:
-        """Whether the decoder works in bands."""
-        return self.band_rows is not None
-
 
 @dataclass(frozen=True)
 class _Need:
@@ -73,96 +71,111 @@ class _Need:
         return self.weights + self.run
 
 
-def plan_memory(engine: Engine, request: PictureRequest, budget: int | None, *, keep_loaded: bool) -> MemoryPlan:
-    """The fastest way to make the pictures of ``request`` within ``budget`` bytes.
+def plan_memory(
+    engine: Engine,
+    work: Work,
+    budget: int | None,
+    *,
+    keep_loaded: bool,
+    process: int = 0,
+    held: Mapping[str, int] | None = None,
+) -> MemoryPlan:
+    """The fastest way to do ``work`` within ``budget`` bytes.
 
-    Stages leave in turn, the batch runs in parts and the decoder in bands, in this order, where that is needed.
-    Raises InputError with the budget that would do where not even all of that does.
+    ``held`` is what stages that are loaded hold already, in bytes, and ``process`` what the process does beside them.
+    Stages leave in turn, the batch runs in parts and the decoder in bands, in this order, where that is needed. Raises
+    InputError with the budget that would do where not even all of that does.
     """
-    estimate = _Estimate(engine, request)
-    band = estimate.band_rows(_MOST_UNTILED if request.tiled is None else None)
+    estimate = _Estimate(engine, work, max(process, _PROCESS), held or {})
+    band = estimate.band_rows(_MOST_UNTILED if work.tiled is None else None)
     if budget is None:
-        return MemoryPlan(keep_loaded, None, band, estimate.peak(keep_loaded, request.pictures, band))
-    band = DEFAULT_BAND_ROWS if request.tiled else None
+        return MemoryPlan(keep_loaded, None, band, estimate.peak(keep_loaded, work.pictures, band))
+    band = DEFAULT_BAND_ROWS if work.tiled else None
     for keep in [True, False] if keep_loaded else [False]:
-        for rows in dict.fromkeys([request.pictures, 1]):
+        for rows in dict.fromkeys([work.pictures, 1]):
             peak = estimate.peak(keep, rows, band)
             if peak <= budget:
                 return MemoryPlan(keep, rows, band, peak)
     if estimate.can_tile:
         band = estimate.widest_band(budget)
-        for rows in dict.fromkeys([request.pictures, 1]):
+        for rows in dict.fromkeys([work.pictures, 1]):
             if band is not None and (peak := estimate.peak(False, rows, band)) <= budget:
                 return MemoryPlan(False, rows, band, peak)
-    least = estimate.peak(False, 1, _LEAST_BAND_ROWS if estimate.can_tile else None)
-    worst = max(request.stages, key=lambda stage: estimate.need(stage, 1, _LEAST_BAND_ROWS).total)
+    least_band = _LEAST_BAND_ROWS if estimate.can_tile else None
+    least = estimate.peak(False, 1, least_band) + _DRIFT
+    needs = estimate.needs(1, least_band)
+    worst = max(needs, key=lambda stage: needs[stage].total)
     raise InputError(
         f"the memory budget is {_mib(budget)} MiB, and this needs {_mib(least)} MiB even with one stage at a time"
-        f"{' and the decoder in bands' if estimate.can_tile else ''}, most of them for {worst}; allow that much, or "
-        "make a smaller picture"
+        f"{' and the decoder in bands' if estimate.can_tile else ''}, {_mib(estimate.process)} of them for the process "
+        f"itself and {_mib(needs[worst].total)} for {worst}; allow that much, or make a smaller picture"
     )
 
 
 class _Estimate:
-    """What the stages of a request need."""
+    """What the stages of some work need, and the ``process`` beside them."""
 
-    def __init__(self, engine: Engine, request: PictureRequest) -> None:
-        self._request = request
+    def __init__(self, engine: Engine, work: Work, process: int, held: Mapping[str, int]) -> None:
+        self._work, self.process, self._held = work, process, held
         self._configs = {role: component.config for role, component in engine.bundle.components.items()}
         self._text_length = engine.bundle.text_to_image.text_length if engine.bundle.text_to_image else 0
         report = read_report(engine.bundle_path, engine.info.target)
         self._weights = {name: s.weight_bytes + s.widened_bytes for name, s in report.stages.items()}
         vae = self._configs.get("vae")
         has_stages = any(name.startswith("vae_tiles_") for name in engine.bundle.stages)
-        self.can_tile = vae is not None and has_tiles(vae) and has_stages and request.tiled is not False
-        if request.tiled and not self.can_tile:
+        can_tile = vae is not None and has_tiles(vae) and has_stages
+        self.can_tile = can_tile and work.tiled is not False and "vae_decoder" in work.stages
+        if work.tiled and not can_tile:
             raise InputError(
                 f"{engine.bundle_path}: has no stages to decode in bands; export it again, or decode without tiled"
             )
 
     def band_rows(self, most: int | None) -> int | None:
         """Rows of bands without a budget: only where they are asked for, or the whole took more than ``most``."""
-        if self._request.tiled:
+        if self._work.tiled:
             return DEFAULT_BAND_ROWS
-        too_large = most is not None and self.need("vae_decoder", 1, None).total > most
-        return DEFAULT_BAND_ROWS if too_large and self.can_tile else None
+        too_large = self.can_tile and most is not None and self._need("vae_decoder", 1, None).total > most
+        return DEFAULT_BAND_ROWS if too_large else None
 
     def widest_band(self, budget: int) -> int | None:
         """The most rows that bands may have, up to the usual; None where not even the least fit."""
-        size = (self._request.height, self._request.width)
+        size = (self._work.height, self._work.width)
         try:
-            rows = rows_within(self._configs["vae"], *size, budget - _PROCESS - self._pictures)
+            rows = rows_within(self._configs["vae"], *size, budget - self.process - self._pictures)
         except InputError:
             return None
         return min(rows, DEFAULT_BAND_ROWS) if rows >= min(_LEAST_BAND_ROWS, size[0]) else None
 
     def peak(self, keep_loaded: bool, rows: int, band_rows: int | None) -> int:
         """Bytes of the process where ``rows`` of the batch run at once."""
-        needs = {stage: self.need(stage, rows, band_rows) for stage in self._request.stages}
-        if self._request.preview is not None and "transformer" in needs:
+        needs = self.needs(rows, band_rows)
+        if keep_loaded:  # a session keeps the memory of its largest run for its next one
+            most = sum(max(need.total, self._held.get(stage, 0)) for stage, need in needs.items())
+        else:
+            most = max(need.total for need in needs.values())
+        return self.process + self._pictures + most
+
+    def needs(self, rows: int, band_rows: int | None) -> dict[str, _Need]:
+        """What each stage needs, the transformer together with the decoder of its previews."""
+        needs = {stage: self._need(stage, rows, band_rows) for stage in self._work.stages}
+        if self._work.preview:
             decoder = _Need(self._weights["vae_decoder"], self._decode(MOST_LATENTS * FACTOR, MOST_LATENTS * FACTOR))
             transformer = needs["transformer"]
             needs["transformer"] = _Need(transformer.weights + decoder.total, transformer.run)
-        if keep_loaded:
-            most = sum(n.weights for n in needs.values()) + max(n.run for n in needs.values())
-        else:
-            most = max(n.total for n in needs.values())
-        return _PROCESS + self._pictures + most
+        return needs
 
-    def need(self, stage: str, rows: int, band_rows: int | None) -> _Need:
-        """What a stage needs with ``rows`` of the batch at once and bands of ``band_rows``."""
-        request, size = self._request, (self._request.height, self._request.width)
+    def _need(self, stage: str, rows: int, band_rows: int | None) -> _Need:
+        """With ``rows`` of the batch at once and bands of ``band_rows``."""
+        work, size = self._work, (self._work.height, self._work.width)
         if stage == "vae_decoder" and band_rows is not None:
             return _Need(0, tiled_decode_bytes(self._configs["vae"], *size, band_rows))
         weights = self._weights[stage]
         if stage == "text_encoder":
             run = _text_encoder_bytes(self._configs["text_encoder"], self._text_length) * rows
         elif stage == "transformer":
-            tokens = self._text_length + request.image_tokens
-            run = _transformer_bytes(self._configs["transformer"], tokens, rows)
+            run = _transformer_bytes(self._configs["transformer"], work.tokens, rows)
         elif stage == "vae_encoder":
-            pictures = [*request.references, *([request.start] if request.start is not None else [])]
-            run = max(_encoder_bytes(self._configs["vae"], p.shape[2] * p.shape[3]) for p in pictures)
+            run = max(_encoder_bytes(self._configs["vae"], pixels) for pixels in work.encoded)
         else:
             run = self._decode(*size)
         return _Need(weights, run)
@@ -173,7 +186,9 @@ class _Estimate:
 
     @property
     def _pictures(self) -> int:
-        return _PICTURE_BYTES * self._request.height * self._request.width * self._request.pictures
+        if "vae_decoder" not in self._work.stages:
+            return 0
+        return _PICTURE_BYTES * self._work.height * self._work.width * self._work.pictures
 
 
 def _text_encoder_bytes(config: Mapping[str, Any], tokens: int) -> int:

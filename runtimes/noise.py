@@ -36,8 +36,8 @@ def normal(shape: Sequence[int], seed: int | Sequence[int], rng: str = "numpy") 
     ``torch`` takes the lowest 32 bits of the seed, as torch does. The numbers of a longer draw do not begin with those
     of a shorter one. Raises InputError for other arguments, and for ``mlx`` where the C library is not glibc.
     """
-    if rng not in _DRAW:
-        raise InputError(f"rng is {rng!r}; expected one of {', '.join(_DRAW)}")
+    if rng not in GENERATORS:
+        raise InputError(f"rng is {rng!r}; expected one of {', '.join(GENERATORS)}")
     sizes = _checked_shape(shape)
     if isinstance(seed, Sequence) and not isinstance(seed, str):
         if not sizes or len(seed) != sizes[0]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -148,6 +148,12 @@ def until_divergent(differences: Generator[Difference], keep_going: bool) -> tup
             if difference.reason is not None and not keep_going:
                 break
     return tuple(collected)
+
+
+def some_of(names: Sequence[str], most: int = 8) -> str:
+    """The first ``most`` names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def tap_names(stage: StageInfo) -> list[str]:

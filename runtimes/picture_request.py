@@ -12,23 +12,22 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
-from intaglio.engines.engine import Engine
 from intaglio.errors import BundleError, InputError
 from intaglio.exporters.bundle import Bundle, Dim
 from intaglio.progress import ProgressCallback
 from intaglio.runtimes import flow_matching
+from intaglio.runtimes.checks import integer
 from intaglio.runtimes.denoising import Schedule
 from intaglio.runtimes.golden import Golden
 from intaglio.runtimes.images import check_size, load_image
-from intaglio.runtimes.latents import initial_latents
+from intaglio.runtimes.latents import FACTOR, initial_latents
 from intaglio.runtimes.noise import normal
+from intaglio.runtimes.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 Picture = Any  # what `load_image` takes: a file, a Pillow picture or a uint8 array
-# Pixels that a latent is wide and high, in all of FLUX.2.
-FACTOR = 16
 _DEFAULT_SIZE = 512
 # A text chunk of a PNG holds the prompt; readers refuse more than a megabyte.
 _MAX_PROMPT = 250_000
@@ -86,20 +85,20 @@ class PictureModel:
     dims: dict[str, Dim]
 
     @classmethod
-    def of(cls, engine: Engine) -> PictureModel:
-        """Raises BundleError for a bundle of another kind, or a VAE whose latents are not 16 pixels wide."""
-        bundle = engine.bundle
+    def of(cls, bundle: Bundle, path: object, dims: dict[str, Dim]) -> PictureModel:
+        """Of a bundle at ``path``; ``dims`` are those of its engine, or of the bundle where there is none yet.
+
+        Raises BundleError for a bundle of another kind, or a VAE whose latents are not 16 pixels wide.
+        """
         info, components = bundle.text_to_image, bundle.components
         if info is None:
-            raise BundleError(f"{engine.bundle_path}: is a bundle for {bundle.kind}, expected one for text-to-image")
+            raise BundleError(f"{path}: is a bundle for {bundle.kind}, expected one for text-to-image")
         transformer = components["transformer"].config if "transformer" in components else {}
         vae = components["vae"].config if "vae" in components else {}
         if vae:
             factor = 2 ** (len(vae["block_out_channels"]) - 1) * vae["patch_size"]
             if factor != FACTOR:
-                raise BundleError(
-                    f"{engine.bundle_path}: latents of its VAE are {factor} pixels wide, and only {FACTOR} are built"
-                )
+                raise BundleError(f"{path}: latents of its VAE are {factor} pixels wide, and only {FACTOR} are built")
         channels = transformer.get("in_channels") or vae.get("latent_channels", 0) * vae.get("patch_size", 1) ** 2
         return cls(
             channels=channels,
@@ -108,14 +107,14 @@ class PictureModel:
             is_distilled=info.is_distilled,
             guidance_embeds=bool(transformer.get("guidance_embeds", False)),
             shift=info.shift,
-            dims=engine.dims,
+            dims=dims,
         )
 
     def steps(self, given: int | None) -> int:
         """Steps to run. Raises InputError."""
         if given is None:
             return 50 if self._by_many_steps else 4
-        return _integer("num_inference_steps", given, flow_matching.NUM_TRAIN_TIMESTEPS)
+        return integer("num_inference_steps", given, 1, flow_matching.NUM_TRAIN_TIMESTEPS)
 
     def guidance(self, given: float | None) -> float:
         """The guidance scale. Raises InputError for one that the model would not heed."""
@@ -138,6 +137,16 @@ class PictureModel:
         # As diffusers' pipelines do by default.
         return self.is_distilled is False or (self.guidance_embeds and not self.is_distilled)
 
+    def check_picture(self, name: str, height: int, width: int) -> None:
+        """Raises InputError for a picture called ``name`` of a size in pixels that the engine was not compiled for."""
+        self.check_dim("height", height, f"{name}height")
+        self.check_dim("width", width, f"{name}width")
+
+    def check_batch(self, rows: int) -> None:
+        """Raises InputError where the engine does not run ``rows`` at once, or not one alone, as the decoder does."""
+        self.check_dim("batch", rows, "the number of pictures")
+        self.check_dim("batch", 1, "the number of pictures in one run of the decoder")
+
     def check_dim(self, name: str, size: int, what: str) -> None:
         """Raises InputError for a size that the engine was not compiled for."""
         dim = self.dims.get(name)
@@ -148,10 +157,28 @@ class PictureModel:
             )
 
 
-def needed_stages(*, image: bool, golden_replace: Sequence[str] = (), samples: bool = True) -> list[str]:
-    """The stages that a picture needs, in the order in which they run."""
-    stages = ["text_encoder", *(["vae_encoder"] if image else []), "transformer", "vae_decoder"]
-    return [name for name in stages if name not in golden_replace]
+@dataclass(frozen=True)
+class Work:
+    """What runs at once, and what decides how much memory it takes.
+
+    ``stages`` are in the order in which they run. ``pictures`` of ``height`` by ``width`` pixels are made, or as many
+    rows run. ``tokens`` are the transformer's, of text, picture and reference pictures; ``encoded`` the pixels of each
+    picture for the VAE's encoder. ``tiled`` None leaves the choice.
+    """
+
+    stages: tuple[str, ...]
+    pictures: int = 1
+    height: int = 0
+    width: int = 0
+    tokens: int = 0
+    encoded: tuple[int, ...] = ()
+    tiled: bool | None = None
+    preview: bool = False
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """The stages that it loads: previews take the decoder."""
+        return tuple(dict.fromkeys([*self.stages, *(["vae_decoder"] if self.preview else [])]))
 
 
 def check_stages(bundle: Bundle, path: object, needed: Sequence[str]) -> None:
@@ -161,6 +188,21 @@ def check_stages(bundle: Bundle, path: object, needed: Sequence[str]) -> None:
             f"{path}: lacks the stage {', '.join(missing)}, which this needs; it has {', '.join(bundle.stages)}. "
             "Export it again with all parts, or with --stages"
         )
+
+
+def prompt_ids(tokenizer: Tokenizer, prompts: Sequence[str], length: int, *, truncate: bool) -> list[list[int]]:
+    """Token ids of each prompt as a user's message in the chat template. Raises InputError for one that is longer."""
+    rows = []
+    for prompt in prompts:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], enable_thinking=False)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) > length and not truncate:
+            raise InputError(
+                f"the prompt has {len(ids)} tokens with its template, and at most {length} fit; shorten it, or "
+                "have it cut with truncate"
+            )
+        rows.append(ids[:length])
+    return rows
 
 
 @dataclass(frozen=True)
@@ -175,6 +217,7 @@ class PictureRequest:
     negative_prompts: tuple[str, ...] | None
     height: int
     width: int
+    text_tokens: int
     guidance: float
     schedule: Schedule
     noise: np.ndarray | None
@@ -206,10 +249,21 @@ class PictureRequest:
         return pixels // FACTOR**2
 
     @property
-    def stages(self) -> list[str]:
-        """The stages that it needs."""
-        image = bool(self.references) or self.start is not None
-        return needed_stages(image=image, golden_replace=self.golden.replaced if self.golden else ())
+    def work(self) -> Work:
+        """What it runs."""
+        encoded = [*self.references, *([self.start] if self.start is not None else [])]
+        stages = ["text_encoder", *(["vae_encoder"] if encoded else []), "transformer", "vae_decoder"]
+        replaced = self.golden.replaced if self.golden else ()
+        return Work(
+            tuple(name for name in stages if name not in replaced),
+            self.pictures,
+            self.height,
+            self.width,
+            self.text_tokens + self.image_tokens,
+            tuple(image.shape[2] * image.shape[3] for image in encoded),
+            self.tiled,
+            self.preview is not None and "transformer" not in replaced,
+        )
 
 
 def make_request(model: PictureModel, prompt: str | Sequence[str], options: PictureOptions) -> PictureRequest:
@@ -219,8 +273,9 @@ def make_request(model: PictureModel, prompt: str | Sequence[str], options: Pict
         raise TypeError(
             f"{unknown[0]} is no option of a picture; there are {', '.join(PictureOptions.__annotations__)}"
         )
-    copies = _integer("num_images_per_prompt", given.get("num_images_per_prompt", 1), 1024)
-    prompts = _texts("prompt", prompt)
+    copies = integer("num_images_per_prompt", given.get("num_images_per_prompt", 1), 1, 1024)
+    prompts = check_texts("prompt", prompt)
+    model.check_batch(len(prompts) * copies)
     golden = _golden(given, len(prompts) * copies)
     guidance = model.guidance(given.get("guidance_scale"))
     negative = _negative_prompts(model, given, guidance, len(prompts))
@@ -228,8 +283,9 @@ def make_request(model: PictureModel, prompt: str | Sequence[str], options: Pict
         raise InputError("a golden folder holds a run without guidance; set guidance_scale to 1 for it")
     references, start = _pictures(given)
     height, width = _size(given, start[0] if start else next(iter(references), None), golden)
-    model.check_dim("height", height, "height")
-    model.check_dim("width", width, "width")
+    model.check_picture("", height, width)
+    for i, reference in enumerate(references):
+        model.check_picture(f"reference picture {i + 1}'s ", *reference.shape[2:])
     if start is not None and start[0].shape[2:] != (height, width):
         raise InputError(
             f"image is {start[0].shape[3]} by {start[0].shape[2]} pixels, and the picture to be {width} by {height}; "
@@ -238,12 +294,16 @@ def make_request(model: PictureModel, prompt: str | Sequence[str], options: Pict
     grid = (height // FACTOR, width // FACTOR)
     schedule = _schedule(model, given, math.prod(grid), golden, start[1] if start else None)
     pictures = tuple(text for text in prompts for _ in range(copies))
+    text_tokens = model.text_length
+    if golden is not None:
+        text_tokens = golden.check(model.text_length, model.embeds_width, model.channels, height, width)
     noise, seeds, rng = _noise(model, given, len(pictures), grid, golden)
     request = PictureRequest(
         prompts=pictures,
         negative_prompts=negative and tuple(text for text in negative for _ in range(copies)),
         height=height,
         width=width,
+        text_tokens=text_tokens,
         guidance=guidance,
         schedule=schedule,
         noise=noise,
@@ -259,11 +319,12 @@ def make_request(model: PictureModel, prompt: str | Sequence[str], options: Pict
         preview=given.get("preview"),
     )
     model.check_dim("image_tokens", request.image_tokens, "the number of image tokens")
-    model.check_dim("text_tokens", model.text_length, "the number of text tokens")
+    model.check_dim("text_tokens", request.text_tokens, "the number of text tokens")
     return request
 
 
-def _texts(name: str, value: str | Sequence[str]) -> tuple[str, ...]:
+def check_texts(name: str, value: str | Sequence[str]) -> tuple[str, ...]:
+    """One text or several, at least one, as a tuple. Raises InputError."""
     texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else ()
     if not texts or not all(isinstance(text, str) for text in texts):
         raise InputError(f"{name} is {value!r:.100}; expected text, or a list of texts")
@@ -286,7 +347,7 @@ def _negative_prompts(
         raise InputError(
             "a negative prompt has no effect without guidance; set guidance_scale above 1, or leave it out"
         )
-    texts = _texts("negative_prompt", given["negative_prompt"])
+    texts = check_texts("negative_prompt", given["negative_prompt"])
     if len(texts) not in (1, prompts):
         raise InputError(
             f"there are {len(texts)} negative prompts for {prompts} prompts; expected one, or one for each"
@@ -392,10 +453,3 @@ def _seeds(seed: int | Sequence[int] | None, pictures: int) -> tuple[int, ...]:
     if not isinstance(seed, numbers.Integral) or isinstance(seed, bool):
         raise InputError(f"seed is {seed!r}; expected an integer from 0 to 2**64 - 1, or one for each picture")
     return tuple(int(seed) + i for i in range(pictures))
-
-
-def _integer(name: str, value: Any, most: int) -> int:
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not whole or not 1 <= int(value) <= most:
-        raise InputError(f"{name} is {value!r}; expected an integer from 1 to {most}")
-    return int(value)

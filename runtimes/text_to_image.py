@@ -17,28 +17,31 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 
 from intaglio.engines.engine import Engine
-from intaglio.engines.memory import return_freed_memory
+from intaglio.engines.memory import return_freed_memory, rss_bytes
 from intaglio.errors import BundleError, InputError
 from intaglio.progress import Progress, ProgressCallback
 from intaglio.runtimes import flow_matching
+from intaglio.runtimes.checks import tensor
 from intaglio.runtimes.denoising import Conditioning, Denoiser, Step, denoise
 from intaglio.runtimes.golden import GoldenReport
 from intaglio.runtimes.images import check_size, load_image, to_image, to_pixels
-from intaglio.runtimes.latents import initial_latents, pack, unpack
+from intaglio.runtimes.latents import FACTOR, initial_latents, pack, unpack
 from intaglio.runtimes.memory_plan import MemoryPlan, plan_memory
 from intaglio.runtimes.picture_request import (
-    FACTOR,
     Picture,
     PictureModel,
     PictureOptions,
     PictureRequest,
+    Work,
     check_stages,
+    check_texts,
     make_request,
+    prompt_ids,
 )
 from intaglio.runtimes.picture_text import picture_text
 from intaglio.runtimes.preview import preview_image
 from intaglio.runtimes.stage_run import TileSession, run_stage
-from intaglio.runtimes.tiled_decode import DEFAULT_BAND_ROWS, decode_tiled
+from intaglio.runtimes.tiled_decode import decode_tiled
 from intaglio.runtimes.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -67,18 +70,20 @@ class TextToImagePipeline:
 
     Stages are loaded when they are first needed, and stay until ``unload`` unless ``keep_loaded`` is False: each then
     leaves after its last use in a call. ``threads`` 0 takes one a core. ``memory_budget`` is what the process may come
-    to, in bytes: a call then lets stages leave in turn and decodes in bands where that is needed, or raises InputError
-    with the budget that would do. Raises BundleError for a bundle of another kind.
+    to, in bytes: a call, or one of a part, then lets stages leave in turn and decodes in bands where that is needed, or
+    raises InputError with the budget that would do. Raises BundleError for a bundle of another kind.
     """
 
     def __init__(
         self, engine: Engine, *, threads: int = 0, memory_budget: int | None = None, keep_loaded: bool = True
     ) -> None:
         self.engine = engine
-        self.model = PictureModel.of(engine)
+        self.model = PictureModel.of(engine.bundle, engine.bundle_path, engine.dims)
         self.memory_budget, self.keep_loaded = memory_budget, keep_loaded
         self._threads = threads
         self._sessions: dict[str, Any] = {}
+        # What the process grew by when a stage was loaded and run.
+        self._held: dict[str, int] = {}
         self._timings: dict[str, float] = {}
 
     @cached_property
@@ -88,8 +93,9 @@ class TextToImagePipeline:
 
     def unload(self, stage: str | None = None) -> None:
         """Lets a stage leave memory, or all of them; the next use loads it again."""
-        for name in [stage] if stage is not None else list(self._sessions):
+        for name in [stage] if stage is not None else [*self._sessions, *self._held]:
             self._sessions.pop(name, None)
+            self._held.pop(name, None)
         return_freed_memory()
 
     def __call__(self, prompt: str | Sequence[str], **options: Unpack[PictureOptions]) -> PictureOutput:
@@ -101,26 +107,29 @@ class TextToImagePipeline:
         started = time.monotonic()
         self._timings = {}
         request = make_request(self.model, prompt, options)
-        check_stages(self.engine.bundle, self.engine.bundle_path, request.stages)
-        plan = plan_memory(self.engine, request, self.memory_budget, keep_loaded=self.keep_loaded)
-        try:
+        with self._planned(request.work) as plan:
             return self._paint(request, plan, started)
-        finally:
-            if not plan.keep_loaded:
-                self.unload()
 
     def encode_prompt(self, prompt: str | Sequence[str], *, truncate: bool = False) -> np.ndarray:
         """The conditioning of prompts, float32 ``[B, T, J]``.
 
         Each goes through the model's chat template as a user's message and is padded on the right to the text length.
-        Raises InputError for one that is longer, unless ``truncate`` cuts it (the end of the template with it).
+        Raises InputError for one that is longer, unless ``truncate`` cuts it (the end of the template with it), and for
+        what is no text, or no prompt at all.
         """
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        return self._encode(self._token_ids(prompts, truncate), rows=None)
+        prompts = check_texts("prompt", prompt)
+        self.model.check_batch(len(prompts))
+        ids = self._token_ids(prompts, truncate)
+        with self._planned(Work(("text_encoder",), len(prompts))) as plan:
+            return self._encode(ids, rows=plan.rows)
 
     def encode_image(self, image: Picture) -> np.ndarray:
         """The latents of a picture, float32 ``[1, C, H, W]``. Takes what `images.load_image` does, and raises that."""
-        return self._encode_image(load_image(image, FACTOR))
+        image_13HW = load_image(image)
+        height, width = image_13HW.shape[2:]
+        self.model.check_picture("", height, width)
+        with self._planned(Work(("vae_encoder",), encoded=(height * width,))):
+            return self._encode_image(image_13HW)
 
     def sample_latents(
         self,
@@ -133,9 +142,10 @@ class TextToImagePipeline:
     ) -> np.ndarray:
         """Latents of pictures, float32 ``[B, S, C]``, one for each row of the conditioning ``embeds``.
 
-        embeds, negative_embeds: from ``encode_prompt``; guidance above 1 needs the latter. references, and with
-        ``strength`` the ``start``: from ``encode_image``. The options are those of a call that concern the steps.
-        Raises InputError, EngineError, CancelledError.
+        embeds, negative_embeds: from ``encode_prompt``, ``[B, T, J]``; guidance above 1 needs the latter. references,
+        and with ``strength`` the ``start``: from ``encode_image``, ``[1, C, H, W]``. The options are those of a call
+        that concern the steps. Raises InputError, also for a shape or a value that does not fit, EngineError,
+        CancelledError.
         """
         concern = {"height", "width", "num_inference_steps", "guidance_scale", "seed", "rng", "latents", "strength"}
         if unknown := sorted(options.keys() - concern - {"sigmas", "shift", "progress", "preview"}):
@@ -143,19 +153,33 @@ class TextToImagePipeline:
         strength = options.pop("strength", None)
         if (strength is None) != (start is None):
             raise InputError("start and strength go together, and one of them is missing")
-        request = make_request(self.model, [""] * len(embeds), options)
+        check_stages(self.engine.bundle, self.engine.bundle_path, ["transformer"])
+        model = self.model
+        embeds = tensor("embeds", embeds, ("batch", "tokens", model.embeds_width))
+        request = make_request(model, [""] * len(embeds), options)
+        model.check_dim("text_tokens", embeds.shape[1], "the number of text tokens")
         if (request.negative_prompts is None) != (negative_embeds is None):
             raise InputError(
                 f"guidance_scale is {request.guidance:g} and negative_embeds are "
                 f"{'missing' if negative_embeds is None else 'given'}; expected them with guidance above 1 only"
             )
-        if strength is not None:
+        if negative_embeds is not None:
+            negative_embeds = tensor("negative_embeds", negative_embeds, embeds.shape)
+        encoded = tuple(
+            tensor(f"references[{i}]", reference, (1, model.channels, "height", "width"))
+            for i, reference in enumerate(references)
+        )
+        tokens = request.image_tokens + sum(reference.shape[2] * reference.shape[3] for reference in encoded)
+        model.check_dim("image_tokens", tokens, "the number of image tokens")
+        if start is not None and strength is not None:
+            start = tensor("start", start, (1, model.channels, *request.grid))
             first = flow_matching.start_step(len(request.schedule.timesteps), strength)
             request = replace(request, schedule=replace(request.schedule, first_step=first))
-        conditioning = Conditioning(
-            embeds, negative_embeds, request.guidance, self.model.guidance_embeds, tuple(references)
-        )
-        return self._sample(request, conditioning, start, rows=None)
+        conditioning = Conditioning(embeds, negative_embeds, request.guidance, model.guidance_embeds, encoded)
+        preview = request.preview is not None
+        work = Work(("transformer",), len(embeds), tokens=embeds.shape[1] + tokens, preview=preview)
+        with self._planned(work) as plan:
+            return self._sample(request, conditioning, start, rows=plan.rows)
 
     def decode(
         self,
@@ -163,19 +187,22 @@ class TextToImagePipeline:
         *,
         height: int,
         width: int,
-        tiled: bool = False,
+        tiled: bool | None = None,
         progress: ProgressCallback | None = None,
     ) -> list[Image]:
         """Pictures of ``height`` by ``width`` pixels from latents ``[B, S, C]`` or ``[B, C, H, W]``.
 
-        Raises InputError, EngineError.
+        ``tiled`` is that of a call. Raises InputError, EngineError, CancelledError.
         """
-        check_size(height, width, FACTOR)
+        check_size(height, width)
+        self.model.check_picture("", height, width)
         grid = (height // FACTOR, width // FACTOR)
-        packed_BSC = initial_latents(latents, len(latents), self.model.channels, *grid)
-        band_rows = DEFAULT_BAND_ROWS if tiled else None
-        sample = self._decode(unpack(packed_BSC, *grid), band_rows, progress)
-        return [to_image(pixels) for pixels in to_pixels(sample)]
+        packed_BSC = initial_latents(latents, None, self.model.channels, *grid)
+        work = Work(("vae_decoder",), len(packed_BSC), height, width, tiled=tiled)
+        with self._planned(work) as plan:
+            sample = self._decode(unpack(packed_BSC, *grid), plan.band_rows, progress)
+            self._leave("vae_decoder", plan)
+            return [to_image(pixels) for pixels in to_pixels(sample)]
 
     # --- the stages ------------------------------------------------------------------------------------------
 
@@ -197,41 +224,31 @@ class TextToImagePipeline:
             golden.compare("vae_decoder", "vae_decoded", sample_B3HW)
         images = [to_image(pixels) for pixels in to_pixels(sample_B3HW)]
         timings = {**self._timings, "total": time.monotonic() - started}
-        texts = [picture_text(self.engine, request, i) for i in range(request.pictures)]
+        texts = [picture_text(self.engine, request, i, plan.band_rows) for i in range(request.pictures)]
         return PictureOutput(images, latents_BSC, request.seeds, timings, golden.report() if golden else None, texts)
 
     def _condition(self, request: PictureRequest, plan: MemoryPlan) -> Conditioning:
         """What the transformer is told."""
         golden, negative = request.golden, None
         if golden and "text_encoder" in golden.replaced:
-            embeds = golden.tensor("cond", (1, self.model.text_length, self.model.embeds_width))
+            embeds = golden.conditioning(self.model.embeds_width)
         else:
             # Every prompt once, also those that several pictures share.
             texts = list(dict.fromkeys([*request.prompts, *(request.negative_prompts or ())]))
-            found = self._encode(self._token_ids(texts, request.truncate), rows=plan.rows, progress=request.progress)
+            ids = self._token_ids(texts, request.truncate)
+            # With negative prompts they may be more than the pictures, which the engine takes at once.
+            found = self._encode(ids, rows=plan.rows or request.pictures, progress=request.progress)
             embeds = found[[texts.index(text) for text in request.prompts]]
             if request.negative_prompts is not None:
                 negative = found[[texts.index(text) for text in request.negative_prompts]]
             if golden:
-                golden.compare("text_encoder", "cond", embeds)
+                golden.compare("text_encoder", golden.cond_name, embeds)
         self._leave("text_encoder", plan)
         references = tuple(self._encode_image(picture) for picture in request.references)
         return Conditioning(embeds, negative, request.guidance, self.model.guidance_embeds, references)
 
     def _token_ids(self, prompts: Sequence[str], truncate: bool) -> list[list[int]]:
-        length = self.model.text_length
-        rows = []
-        for prompt in prompts:
-            messages = [{"role": "user", "content": prompt}]
-            text = self.tokenizer.apply_chat_template(messages, enable_thinking=False)
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
-            if len(ids) > length and not truncate:
-                raise InputError(
-                    f"the prompt has {len(ids)} tokens with its template, and at most {length} fit; shorten it, or "
-                    "have it cut with truncate"
-                )
-            rows.append(ids[:length])
-        return rows
+        return prompt_ids(self.tokenizer, prompts, self.model.text_length, truncate=truncate)
 
     def _encode(self, ids: list[list[int]], rows: int | None, progress: ProgressCallback | None = None) -> np.ndarray:
         pad = self.tokenizer.pad_token_id
@@ -244,7 +261,7 @@ class TextToImagePipeline:
             mask_BT[row, : len(tokens)] = 1
         count = Progress(progress, "encode", len(ids), "prompts")
         session = self._session("text_encoder")
-        with self._timed("text_encoder"):
+        with self._timed("text_encoder"), self._holding("text_encoder"):
             feeds = {"input_ids": tokens_BT, "attention_mask": mask_BT}
             embeds_BTJ = run_stage(session, feeds, "prompt_embeds", rows=rows)
         count.advance(len(ids))
@@ -252,7 +269,7 @@ class TextToImagePipeline:
 
     def _encode_image(self, image_13HW: np.ndarray) -> np.ndarray:
         session = self._session("vae_encoder")
-        with self._timed("vae_encoder"):
+        with self._timed("vae_encoder"), self._holding("vae_encoder"):
             return run_stage(session, {"image": image_13HW}, "latents")
 
     def _sample(
@@ -274,24 +291,26 @@ class TextToImagePipeline:
                 golden.compare("transformer", f"latent_after_step{step.index}", step.after)
             if request.preview is not None:
                 decoder = self._session("vae_decoder")
-                with self._timed("preview"):
+                with self._timed("preview"), self._holding("vae_decoder"):
                     picture = preview_image(decoder, step, schedule.sigmas, *request.grid)
                 request.preview(step.index, picture)
 
-        with self._timed("transformer", without=("preview", "load")):
+        with self._timed("transformer", without=("preview", "load")), self._holding("transformer"):
             return denoise(denoiser, latents_BSC, schedule, count, on_step)
 
     def _decode(self, latents_BCHW: np.ndarray, band_rows: int | None, progress: ProgressCallback | None) -> np.ndarray:
         """Float32 ``[B, 3, height, width]``, one picture after another: there is nothing to gain from more at once."""
         if band_rows is not None:
             config = self.engine.bundle.components["vae"].config
-            with self._timed("vae_decoder"):
+            if "vae_decoder" in self._sessions:  # of previews, or of calls before: bands are there to save memory
+                self.unload("vae_decoder")
+            with self._timed("vae_decoder", without=("load",)):
                 sample = decode_tiled(self._tile, config, latents_BCHW, band_rows=band_rows, progress=progress)
             return sample.astype(np.float32, copy=False)
         count = Progress(progress, "decode", len(latents_BCHW), "pictures")
         session = self._session("vae_decoder")
         samples = []
-        with self._timed("vae_decoder"):
+        with self._timed("vae_decoder"), self._holding("vae_decoder"):
             for i in range(len(latents_BCHW)):
                 where = f"picture {i + 1} of {len(latents_BCHW)}"
                 samples.append(run_stage(session, {"latents": latents_BCHW[i : i + 1]}, "sample", where=where))
@@ -301,20 +320,54 @@ class TextToImagePipeline:
     def _tile(self, stage: str) -> TileSession:
         """A stage of the decoder in bands, which nobody keeps."""
         return_freed_memory()
-        return TileSession(self.engine.load(stage, threads=self._threads))
+        with self._timed("load"):
+            return TileSession(self.engine.load(stage, threads=self._threads))
 
     # --- stages come and go ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _planned(self, work: Work) -> Iterator[MemoryPlan]:
+        """How ``work`` runs; what does not fit beside it leaves first, and what is not to stay leaves at the end."""
+        check_stages(self.engine.bundle, self.engine.bundle_path, work.loaded)
+        process = rss_bytes() - sum(self._held.values())
+        plan = plan_memory(
+            self.engine, work, self.memory_budget, keep_loaded=self.keep_loaded, process=process, held=self._held
+        )
+        if not plan.keep_loaded:
+            self.unload()
+        elif self.memory_budget is not None:
+            for stage in self._sessions.keys() - set(work.loaded):
+                self.unload(stage)
+        try:
+            yield plan
+        finally:
+            if not plan.keep_loaded:
+                self.unload()
 
     def _session(self, stage: str) -> Any:
         if stage not in self._sessions:
             check_stages(self.engine.bundle, self.engine.bundle_path, [stage])
-            with self._timed("load"):
+            with self._timed("load"), self._holding(stage):
                 self._sessions[stage] = self.engine.load(stage, threads=self._threads)
         return self._sessions[stage]
 
     def _leave(self, stage: str, plan: MemoryPlan) -> None:
         if not plan.keep_loaded:
             self.unload(stage)
+
+    @contextmanager
+    def _holding(self, stage: str) -> Iterator[None]:
+        """Counts what the process grows by in the block as held by ``stage``, but for what others came to hold."""
+
+        def others() -> int:
+            return sum(self._held.values()) - self._held.get(stage, 0)
+
+        grown = others() - rss_bytes()
+        try:
+            yield
+        finally:
+            grown += rss_bytes() - others()
+            self._held[stage] = self._held.get(stage, 0) + max(0, grown)
 
     @contextmanager
     def _timed(self, name: str, without: Sequence[str] = ()) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,10 +11,8 @@ import typer
 import intaglio
 from intaglio.errors import InputError
 from intaglio.runtimes.difference import Difference
-from intaglio.runtimes.parity import ParityReport
+from intaglio.runtimes.parity import ParityReport, some_of
 from intaglio.scripts.console import Json, Quiet, Target, print_json, print_table, progress_bar, say
-
-_NAMES_SHOWN = 8
 
 
 def parity(
@@ -140,11 +137,6 @@ def _say_rest(report: ParityReport, *, quiet: bool) -> None:
     for note in report.notes:
         say(note)
     if report.not_compared:
-        say(f"not compared, no file: {_some(report.not_compared)}", quiet=quiet)
+        say(f"not compared, no file: {some_of(report.not_compared)}", quiet=quiet)
     if report.unmatched:
-        say(f"files that match no output of the bundle: {_some(report.unmatched)}")
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return ", ".join(names[:_NAMES_SHOWN]) + more
+        say(f"files that match no output of the bundle: {some_of(report.unmatched)}")

@@ -13,8 +13,9 @@ import intaglio
 from intaglio.engines.engine import engine_path, target_module
 from intaglio.errors import InputError
 from intaglio.exporters.bundle import read_bundle
+from intaglio.runtimes.noise import GENERATORS
 from intaglio.scripts.console import Json, Quiet, Target, Threads, progress_bar, say
-from intaglio.scripts.run_picture import check_targets, paint
+from intaglio.scripts.run_picture import check_picture, check_targets, paint, parse_bytes
 from intaglio.scripts.run_text import write_text
 
 _MAX_PROMPT = 16 << 20
@@ -71,7 +72,9 @@ def run(
         float | None, typer.Option(help="Pictures: how much of --image to repaint, above 0 to 1.")
     ] = None,
     num_images: Annotated[int | None, typer.Option(min=1, help="Pictures: how many (one, or one a seed).")] = None,
-    rng: Annotated[str | None, typer.Option(help="Pictures: draw noise as numpy (default), mlx or torch do.")] = None,
+    rng: Annotated[
+        str | None, typer.Option(help=f"Pictures: whose draw of noise: {', '.join(GENERATORS)} (numpy).")
+    ] = None,
     sigmas: Annotated[
         str | None, typer.Option(metavar="SIGMA,…", help="Pictures: noise levels by hand, falling from 1.")
     ] = None,
@@ -133,20 +136,24 @@ def run(
     if paints:
         _refuse(text_options, "paints pictures", "text")
         targets = check_targets(output, preview, num_images or len(seed or [0]))
-    else:
-        _refuse(picture_options | files, "writes text", "pictures")
-        if seed and len(seed) > 1:
-            raise InputError(f"--seed is given {len(seed)} times, and {bundle} writes one text; expected it once")
-    if not engine_path(bundle, target).exists():
-        say(f"no engine for {target} yet: compiling", quiet=quiet)
-        with progress_bar(quiet=quiet) as progress:
-            intaglio.compile(bundle, target, progress=progress)
-    text = _read_stdin() if prompt == "-" else prompt
-    if paints:
+        budget = parse_bytes(memory_budget) if memory_budget is not None else None
         options = _given(picture_options)
         if seed:
             options["seed"] = seed[0] if len(seed) == 1 else seed
             options.setdefault("num_images_per_prompt", len(seed))
+    else:
+        _refuse(picture_options | files, "writes text", "pictures")
+        if seed and len(seed) > 1:
+            raise InputError(f"--seed is given {len(seed)} times, and {bundle} writes one text; expected it once")
+        options = _given(text_options | {"seed": seed[0] if seed else None})
+    text = _read_stdin() if prompt == "-" else prompt
+    if not engine_path(bundle, target).exists():
+        if paints:
+            check_picture(bundle, text, options)
+        say(f"no engine for {target} yet: compiling", quiet=quiet)
+        with progress_bar(quiet=quiet) as progress:
+            intaglio.compile(bundle, target, progress=progress)
+    if paints:
         paint(
             bundle,
             text,
@@ -154,13 +161,12 @@ def run(
             options,
             target=target,
             threads=threads,
-            memory_budget=memory_budget,
+            memory_budget=budget,
             preview=preview,
             as_json=as_json,
             quiet=quiet,
         )
     else:
-        options = _given(text_options | {"seed": seed[0] if seed else None})
         write_text(bundle, text, options, target=target, threads=threads, quiet=quiet)
 
 

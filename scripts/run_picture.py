@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import intaglio
 from intaglio.engines.memory import peak_rss_bytes
 from intaglio.errors import InputError
+from intaglio.exporters.bundle import read_bundle
 from intaglio.runtimes.images import check_png_path, save_png
 from intaglio.scripts.console import human_bytes, print_json, progress_bar, say
 
@@ -47,6 +48,21 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * unit)
 
 
+def check_picture(bundle: Path, prompt: str, options: Mapping[str, Any]) -> None:
+    """Raises what painting would for the prompt and the options, so that it can be known before an engine is built."""
+    from intaglio.runtimes.picture_request import PictureModel, check_stages, make_request, prompt_ids
+    from intaglio.runtimes.tokenizer import Tokenizer
+
+    described = read_bundle(bundle)
+    model = PictureModel.of(described, bundle, described.dims)
+    request = make_request(model, prompt, options)  # type: ignore[arg-type]
+    check_stages(described, bundle, request.work.loaded)
+    if "text_encoder" in request.work.stages:
+        tokenizer = Tokenizer.of_bundle(bundle, described)
+        prompts = [*request.prompts, *(request.negative_prompts or ())]
+        prompt_ids(tokenizer, prompts, model.text_length, truncate=request.truncate)
+
+
 def paint(
     bundle: Path,
     prompt: str,
@@ -55,14 +71,13 @@ def paint(
     *,
     target: str,
     threads: int,
-    memory_budget: str | None,
+    memory_budget: int | None,
     preview: Path | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
     """Writes the pictures to ``targets``, and says on stderr how long each stage took."""
-    budget = parse_bytes(memory_budget) if memory_budget is not None else None
-    pipeline = intaglio.load(bundle, target, threads=threads, memory_budget=budget, keep_loaded=False)
+    pipeline = intaglio.load(bundle, target, threads=threads, memory_budget=memory_budget, keep_loaded=False)
 
     def show(step: int, picture: Image) -> None:
         assert preview is not None, "asked for below"

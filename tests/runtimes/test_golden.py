@@ -1,7 +1,8 @@
-"""Golden folders of pictures: stored tensors to start from, in place of stages, and to compare with."""
+"""Pictures beside a golden folder: stored tensors to start from, to put in place of a stage, and to compare with."""
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from intaglio.errors import InputError
 from intaglio.progress import Progress
 from intaglio.runtimes import flow_matching
 from intaglio.runtimes.denoising import Conditioning, Denoiser, Schedule, Step, denoise
+from intaglio.runtimes.golden_writing import write_golden
 from intaglio.runtimes.latents import image_ids, pack, text_ids
 from intaglio.runtimes.noise import normal
 from intaglio.runtimes.text_to_image import TextToImagePipeline
@@ -22,7 +24,7 @@ from intaglio.runtimes.text_to_image import TextToImagePipeline
 
 @pytest.fixture(scope="module")
 def pipe(klein: Path) -> TextToImagePipeline:
-    return intaglio.load(klein)
+    return intaglio.load(klein)  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +83,7 @@ def test_golden_inputs_and_comparisons(pipe: TextToImagePipeline, golden: Path) 
     assert [d.name for d in painted.golden.differences] == ["cond", "vae_decoded"]
     assert painted.golden.differences[1].relative_l2 < 1e-5
     np.testing.assert_array_equal(painted.latents[0], np.load(golden / "latent_after_step1.npy"))
-    assert painted.texts[0]["golden"] == "golden, transformer"
+    assert painted.texts[0]["golden"].startswith("golden, transformer\nlatent_after_step1 sha256 ")
 
 
 def test_what_a_golden_folder_lacks(pipe: TextToImagePipeline, golden: Path) -> None:
@@ -90,9 +92,9 @@ def test_what_a_golden_folder_lacks(pipe: TextToImagePipeline, golden: Path) -> 
     output = pipe("a lake", golden=golden)
     assert output.golden is not None
     assert output.golden.missing == ("noise_step1", "vae_decoded")
-    for name in ("tf_in_hidden_states", "timesteps"):
+    for name in ("tf_in_hidden_states", "sigmas"):
         (golden / f"{name}.npy").unlink()
-    with pytest.raises(InputError, match=r"lacks tf_in_hidden_states.npy, timesteps.npy, needed here"):
+    with pytest.raises(InputError, match=r"lacks tf_in_hidden_states.npy, sigmas.npy, needed here"):
         pipe("a lake", golden=golden)
     (golden / "cond.npy").unlink()
     with pytest.raises(InputError, match=r"lacks cond.npy, needed here"):
@@ -102,15 +104,18 @@ def test_what_a_golden_folder_lacks(pipe: TextToImagePipeline, golden: Path) -> 
 @pytest.mark.parametrize(
     ("name", "array", "message"),
     [
-        ("cond", np.zeros((2, 384)), r"cond.npy: has the shape \[2, 384\], expected \[1, 96, 384\]"),
+        ("cond", np.zeros((96, 383)), r"cond.npy: has the shape \[96, 383\], expected \[1, any, 384\]"),
+        ("cond", np.zeros((2, 96, 384)), r"cond.npy: has the shape \[2, 96, 384\], expected \[1, any, 384\]"),
+        ("cond", np.full((96, 384), 1e39), "cond.npy: holds values that are too large for float32"),
+        ("cond", np.zeros((2, 384)), "txt_ids.npy: has 96 tokens, expected 2"),
         ("tf_in_hidden_states", np.zeros((4, 128)), r"has the shape \[4, 128\], expected \[1, 6, 128\]"),
-        ("tf_in_hidden_states", np.full((6, 128), np.nan), "has values that are not finite"),
+        ("tf_in_hidden_states", np.full((6, 128), np.nan), "768 values are not finite"),
         ("img_ids", image_ids(3, 2)[::-1], "are not those of one grid, row by row"),
-        ("img_ids", np.full((6, 4), 0.5), r"expected whole numbers \[tokens, 4\]"),
-        ("txt_ids", np.zeros((6, 3)), r"expected whole numbers \[tokens, 4\]"),
-        ("txt_ids", text_ids(7), "txt_ids has the shape"),
-        ("sigmas", np.array([0.5, 0.9]), "expected each to be below the last"),
-        ("sigmas", np.array([1, 0.9, 0.5]), "has 3 levels, the last of them 0.5, for 2 timesteps"),
+        ("img_ids", np.full((6, 4), 0.5), "img_ids.npy: holds values that are no integers"),
+        ("txt_ids", np.zeros((6, 3)), r"txt_ids.npy: has the shape \[6, 3\], expected \[any, 4\]"),
+        ("txt_ids", text_ids(7), "txt_ids.npy: has 7 tokens, expected 96"),
+        ("sigmas", np.array([1, 0.9, 0.8, 0.5]), "has 2 timesteps and 4 sigmas"),
+        ("sigmas", np.array([np.nan, 0.9]), "must be lists of numbers, with no NaN"),
         ("latent_after_step1", np.zeros((6, 64)), r"latent_after_step1.npy: has the shape \[6, 64\]"),
         ("vae_decoded", np.zeros((1, 3, 32, 32)), r"vae_decoded.npy: has the shape"),
         ("vae_decoded", np.array("text"), "expected float32 or integers"),
@@ -140,3 +145,52 @@ def test_options_that_a_golden_folder_brings(
 ) -> None:
     with pytest.raises(InputError, match=message):
         pipe("a lake", golden=golden, **options)
+
+
+def test_nothing_runs_before_the_files_fit(pipe: TextToImagePipeline, golden: Path) -> None:
+    np.save(golden / "vae_decoded.npy", np.zeros((3, 32, 32), np.float32))
+    tasks: list[str] = []
+    with pytest.raises(InputError, match=r"vae_decoded.npy: has the shape \[3, 32, 32\], expected \[1, 3, 32, 48\]"):
+        pipe("a lake", golden=golden, progress=lambda event: tasks.append(event.task))
+    assert not tasks
+
+
+def test_whatever_parity_takes(pipe: TextToImagePipeline, golden: Path) -> None:
+    # No timesteps, and the conditioning under its other name, which is only compared.
+    (golden / "timesteps.npy").unlink()
+    np.save(golden / "timestep_step0.npy", np.float32([1000]))
+    (golden / "cond.npy").rename(golden / "te_cond_384.npy")
+    output = pipe("a lake", golden=golden)
+    assert output.golden is not None
+    assert [d.name for d in output.golden.differences] == ["te_cond_384", *STEPS, "vae_decoded"]
+    assert all(d.relative_l2 < 1e-5 for d in output.golden.differences)
+    (golden / "te_cond_384.npy").rename(golden / "cond.npy")
+    report = intaglio.parity(pipe.engine.bundle_path, against=f"golden:{golden}", keep_going=True)
+    assert {d.name for d in report.differences} >= set(STEPS)
+    assert report.first_divergent is None
+
+
+def test_a_run_that_ended_early(pipe: TextToImagePipeline, golden: Path) -> None:
+    np.save(golden / "timesteps.npy", np.load(golden / "timesteps.npy")[:1])
+    for name in ("noise_step1", "latent_after_step1", "vae_decoded"):
+        (golden / f"{name}.npy").unlink()
+    output = pipe("a lake", golden=golden)
+    assert output.golden is not None
+    assert [d.name for d in output.golden.differences] == ["cond", "noise_step0", "latent_after_step0"]
+    assert all(d.relative_l2 < 1e-5 for d in output.golden.differences)
+
+
+def test_a_shorter_conditioning_stands_in(pipe: TextToImagePipeline, tmp_path: Path) -> None:
+    folder = tmp_path / "short"
+    write_golden(pipe.engine.bundle_path, folder, tokens=7, height=32, width=48, steps=2)
+    output = pipe("x", golden=folder, golden_replace=["text_encoder"])
+    assert output.golden is not None
+    assert [d.name for d in output.golden.differences] == [*STEPS, "vae_decoded"]
+    assert all(d.relative_l2 < 1e-4 for d in output.golden.differences)
+    used = output.texts[0]["golden"].splitlines()
+    assert used[0] == "short, text_encoder"
+    assert {line.split()[0] for line in used[1:]} == {"cond", "tf_in_hidden_states"}
+    stored = np.load(folder / "cond.npy").astype("<f4").tobytes()
+    assert f"cond sha256 {hashlib.sha256(stored).hexdigest()}" in used
+    with pytest.raises(InputError, match=r"te_cond_384|cond.npy: has the shape \[1, 7, 384\], expected \[1, 96, 384\]"):
+        pipe("x", golden=folder)

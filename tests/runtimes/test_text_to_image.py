@@ -1,11 +1,13 @@
-"""The picture pipeline around the numbers: options, errors, stages that come and go, previews, golden folders."""
+"""The picture pipeline around the numbers: options, errors, parts, previews, and what a PNG says."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,43 +16,30 @@ import numpy as np
 import pytest
 import tiny_checkpoint
 from klein_bundle import export_klein
-from klein_pipeline import PROMPT, TEXT_LENGTH, pixels
+from klein_pipeline import PROMPT, SMALL, TEXT_LENGTH, changed, picture, pixels
 from PIL import Image
 
 import intaglio
 from intaglio.engines.engine import open_engine
 from intaglio.errors import BundleError, CancelledError, EngineError, InputError
-from intaglio.exporters.bundle import BUNDLE_FILE
+from intaglio.exporters.bundle import Dim
 from intaglio.progress import ProgressEvent
 from intaglio.runtimes import flow_matching
 from intaglio.runtimes.denoising import Conditioning, Denoiser, Step
+from intaglio.runtimes.images import load_image
 from intaglio.runtimes.latents import pack
-from intaglio.runtimes.memory_plan import MemoryPlan, plan_memory
+from intaglio.runtimes.memory_plan import plan_memory
 from intaglio.runtimes.noise import normal
 from intaglio.runtimes.picture_request import PictureModel, make_request
 from intaglio.runtimes.preview import preview_image, shrink
+from intaglio.runtimes.stage_run import TileSession
 from intaglio.runtimes.text_to_image import TextToImagePipeline
 from intaglio.runtimes.tokenizer import Tokenizer
-
-SMALL: dict[str, Any] = {"height": 32, "width": 48, "num_inference_steps": 2}
 
 
 @pytest.fixture(scope="module")
 def pipe(klein: Path) -> TextToImagePipeline:
     return intaglio.load(klein)
-
-
-def picture(width: int, height: int) -> np.ndarray:
-    return np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
-
-
-def changed(klein: Path, folder: Path, old: str, new: str) -> Path:
-    """A copy of the bundle that says something else of its model."""
-    shutil.copytree(klein, folder / "bundle")
-    file = folder / "bundle" / BUNDLE_FILE
-    assert old in file.read_text()
-    file.write_text(file.read_text().replace(old, new))
-    return folder / "bundle"
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +189,14 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("x", {"guidance_scale": float("nan")}, "guidance_scale is nan"),
     ("x", {"negative_prompt": "y"}, "a negative prompt has no effect without guidance"),
     ("x", {"num_images_per_prompt": 0}, "num_images_per_prompt is 0"),
+    ("x", {"num_images_per_prompt": 65}, "the number of pictures is 65, but the engine was compiled for 1 to 64"),
+    (["x"] * 33, {"num_images_per_prompt": 2}, "the number of pictures is 66"),
+    (
+        "x",
+        {"image": [picture(32, 32), picture(16, 4112)], **SMALL},
+        "reference picture 2's height is 4112, but the engine was compiled for 16 to 4096",
+    ),
+    ("x", {"image": picture(4112, 16), **SMALL}, "reference picture 1's width is 4112"),
     ("x", {"seed": -1}, "seed is -1; expected an integer from 0"),
     ("x", {"seed": 1.5}, "seed is 1.5; expected an integer from 0"),
     ("x", {"seed": "7"}, "seed is '7'; expected an integer from 0"),
@@ -286,28 +283,79 @@ def test_the_parts_are_the_whole(undistilled: TextToImagePipeline) -> None:
         undistilled.sample_latents(embeds, truncate=True, **size)
 
 
-def test_stages_stay_until_they_are_dropped(klein: Path) -> None:
-    pipe = intaglio.load(klein)
-    assert not pipe._sessions
-    first = pipe(PROMPT, seed=1, **SMALL)
-    assert set(pipe._sessions) == {"text_encoder", "transformer", "vae_decoder"}
-    assert first.timings.keys() == {"load", "text_encoder", "transformer", "vae_decoder", "total"}
-    pipe.unload("transformer")
-    assert set(pipe._sessions) == {"text_encoder", "vae_decoder"}
-    pipe.unload()
-    assert not pipe._sessions
-    np.testing.assert_array_equal(pixels(pipe(PROMPT, seed=1, **SMALL).images), pixels(first.images))
+BAD_PARTS: list[tuple[dict[str, Any], str]] = [
+    ({"start": np.zeros((1, 128, 3, 2)), "strength": 0.5}, r"start are \[1, 128, 3, 2\]; expected \[1, 128, 2, 3\]"),
+    ({"start": np.zeros((2, 128, 2, 3)), "strength": 0.5}, r"expected \[1, 128, 2, 3\]"),
+    ({"start": np.full((1, 128, 2, 3), np.inf), "strength": 0.5}, "768 of 768 values of the start are not finite"),
+    ({"start": np.zeros((1, 128, 2, 3), int), "strength": 0.5}, "start are int64; expected float32"),
+    ({"embeds": np.zeros((1, 96, 383))}, r"embeds are \[1, 96, 383\]; expected \[batch, tokens, 384\]"),
+    ({"embeds": np.zeros((0, 96, 384))}, r"embeds are \[0, 96, 384\]"),
+    ({"embeds": np.zeros((96, 384))}, r"embeds are \[96, 384\]"),
+    ({"embeds": 3}, "embeds are int64; expected float32"),
+    ({"embeds": [[1.0], [1.0, 2.0]]}, "embeds are no array of numbers"),
+    ({"embeds": np.full((1, 96, 384), np.nan)}, "36864 of 36864 values of the embeds are not finite"),
+    ({"embeds": np.zeros((65, 1, 384))}, "the number of pictures is 65"),
+    ({"embeds": np.zeros((1, 40961, 384), np.float16)}, "the number of text tokens is 40961"),
+    (
+        {"negative_embeds": np.zeros((1, 95, 384)), "guidance_scale": 2.0},
+        r"negative_embeds are \[1, 95, 384\]; expected \[1, 96, 384\]",
+    ),
+    (
+        {"negative_embeds": np.full((1, 96, 384), 1e39), "guidance_scale": 2.0},
+        "values of the negative_embeds are not finite",
+    ),
+    ({"references": [np.zeros((1, 128, 2, 2)), np.zeros((1, 64, 2, 2))]}, r"references\[1\] are \[1, 64, 2, 2\]"),
+    ({"references": [np.zeros((2, 128, 2, 2))]}, r"expected \[1, 128, height, width\]"),
+    ({"references": [np.zeros((1, 128, 0, 2))]}, r"references\[0\] are \[1, 128, 0, 2\]"),
+    ({"references": [np.full((1, 128, 1, 1), -np.inf)]}, r"128 of 128 values of the references\[0\] are not finite"),
+    ({"references": [np.zeros((1, 128, 256, 256), np.float16)]}, "the number of image tokens is 65542"),
+]
 
 
-def test_stages_can_leave_in_turn(klein: Path) -> None:
-    pipe = intaglio.load(klein, keep_loaded=False)
-    loaded: list[set[str]] = []
-    pipe(PROMPT, image=picture(32, 32), seed=1, progress=lambda _: loaded.append(set(pipe._sessions)), **SMALL)
-    assert not pipe._sessions
-    assert max(map(len, loaded)) == 1
-    with pytest.raises(CancelledError, match="paint: cancelled after 1 of 2 steps"):
-        pipe(PROMPT, progress=lambda event: event.task != "paint" or event.done < 1, **SMALL)
-    assert not pipe._sessions
+@pytest.mark.parametrize(("given", "message"), BAD_PARTS, ids=[case[1][:40] for case in BAD_PARTS])
+def test_latents_are_sampled_from_what_fits(
+    undistilled: TextToImagePipeline, given: dict[str, Any], message: str
+) -> None:
+    options = {"embeds": np.zeros((1, TEXT_LENGTH, 384), np.float32), "guidance_scale": 1.0, **SMALL, **given}
+    with pytest.raises(InputError, match=message):
+        undistilled.sample_latents(**options)
+
+
+def test_parts_of_nothing(pipe: TextToImagePipeline) -> None:
+    for prompt in ([], 3, None, ["a", 1], [""] * 65):
+        with pytest.raises(InputError, match=r"prompt is .*; expected text|the number of pictures is 65"):
+            pipe.encode_prompt(prompt)  # type: ignore[arg-type]
+    for latents in (np.zeros((0, 6, 128)), np.zeros((0, 128, 2, 3)), 0.5, [], [[0.0], []]):
+        with pytest.raises(InputError, match=r"latents are (\[.*; expected \[1, 128, 2, 3\]|no array of numbers)"):
+            pipe.decode(latents, height=32, width=48)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="height is 4112, but the engine was compiled for 16 to 4096"):
+        pipe.decode(np.zeros((1, 257, 128)), height=4112, width=16)
+    with pytest.raises(InputError, match="width is 4112, but the engine"):
+        pipe.encode_image(picture(4112, 16))
+
+
+def test_pictures_and_negative_prompts_fill_the_engine(undistilled: TextToImagePipeline) -> None:
+    # Together they are more texts than the engine takes rows.
+    prompts = [str(i) for i in range(64)]
+    with pytest.raises(CancelledError, match="paint: cancelled after 0"):
+        undistilled(prompts, seed=1, height=16, width=16, progress=lambda event: event.task != "paint")
+
+
+def test_an_engine_of_fixed_batch_is_refused(pipe: TextToImagePipeline) -> None:
+    model = replace(pipe.model, dims=pipe.model.dims | {"batch": Dim(min=2, max=2)})
+    with pytest.raises(InputError, match="in one run of the decoder is 1, but the engine was compiled for 2 to 2"):
+        make_request(model, ["a", "b"], {})
+
+
+def test_ordinary_outputs_are_no_taps() -> None:
+    names = ("y", "y_mean", "y_variance")
+    stage = SimpleNamespace(
+        inputs=[SimpleNamespace(name="x", dtype="float32")], outputs=[SimpleNamespace(name=name) for name in names]
+    )
+    outputs = {name: np.full((1, 2), np.nan, np.float32) for name in names}
+    session = SimpleNamespace(name="vae_tiles_out", stage=stage, run=lambda feeds, names: outputs)
+    with pytest.raises(EngineError, match=r"2 of 2 values of y are not finite\. Export with --taps"):
+        TileSession(session).run({"x": np.zeros((1, 2), np.float32)})
 
 
 def test_a_lacking_stage_is_named(klein: Path, tmp_path: Path) -> None:
@@ -320,7 +368,7 @@ def test_a_lacking_stage_is_named(klein: Path, tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="lacks the stage vae_encoder"):
         lacking.encode_image(picture(32, 32))
     with pytest.raises(InputError, match="has no stages to decode in bands"):
-        plan_memory(lacking.engine, make_request(lacking.model, "x", {"tiled": True}), None, keep_loaded=True)
+        plan_memory(lacking.engine, make_request(lacking.model, "x", {"tiled": True}).work, None, keep_loaded=True)
     embeds = np.zeros((1, TEXT_LENGTH, 384), np.float32)
     latents = lacking.sample_latents(embeds, seed=1, **SMALL)
     assert lacking.decode(latents, height=32, width=48)[0].size == (48, 32)
@@ -431,69 +479,11 @@ def test_the_step_is_named(pipe: TextToImagePipeline, monkeypatch: pytest.Monkey
         pipe(PROMPT, latents=-huge, sigmas=[1.0, 0.01], height=32, width=48)
 
 
-# --- memory -------------------------------------------------------------------------------------------------
-
-
-def test_plans_get_thriftier_as_the_budget_shrinks(pipe: TextToImagePipeline) -> None:
-    request = make_request(pipe.model, ["a", "b"], {"height": 1024, "width": 1024, "seed": 1})
-
-    def plan(budget: int | None) -> MemoryPlan:
-        return plan_memory(pipe.engine, request, budget, keep_loaded=True)
-
-    assert plan(None) == MemoryPlan(True, None, None, plan(None).peak)
-    plans = [plan(plan(None).peak)]
-    assert (plans[0].keep_loaded, plans[0].rows, plans[0].tiled) == (True, 2, False)
-    # A byte less than the last needed, until nothing is left to save.
-
-    def press() -> None:
-        while True:
-            plans.append(plan(plans[-1].peak - 1))
-            assert plans[-1].peak < plans[-2].peak
-
-    with pytest.raises(InputError) as refused:
-        press()
-    thrift = [(not p.keep_loaded, p.tiled) for p in plans]
-    assert thrift == sorted(thrift)
-    assert thrift[-1] == (True, True)
-    assert {p.rows for p in plans} == {1, 2}
-    bands = [p.band_rows for p in plans if p.band_rows is not None]
-    assert bands == sorted(bands, reverse=True)
-    needed = re.search(r"this needs (\d+) MiB", str(refused.value))
-    assert needed
-    assert plan(int(needed[1]) << 20).tiled
-
-
-def test_a_budget_that_is_named_does(klein: Path) -> None:
-    with pytest.raises(InputError, match="the memory budget is 16 MiB, and this needs") as refused:
-        intaglio.load(klein, memory_budget=16 << 20)(PROMPT, seed=1, **SMALL)
-    needed = re.search(r"this needs (\d+) MiB", str(refused.value))
-    assert needed
-    thrifty = intaglio.load(klein, memory_budget=int(needed[1]) << 20)
-    output = thrifty([PROMPT, "a lake"], seed=1, **SMALL)
-    assert not thrifty._sessions
-    expected = intaglio.load(klein)([PROMPT, "a lake"], seed=1, **SMALL)
-    assert np.abs(pixels(output.images) - pixels(expected.images)).max() <= 1
-
-
-def test_large_pictures_are_decoded_in_bands(pipe: TextToImagePipeline) -> None:
-    large = make_request(pipe.model, "x", {"height": 4096, "width": 4096})
-    assert plan_memory(pipe.engine, large, None, keep_loaded=True).tiled
-    whole = make_request(pipe.model, "x", {"height": 4096, "width": 4096, "tiled": False})
-    assert not plan_memory(pipe.engine, whole, None, keep_loaded=True).tiled
-
-
-def test_previews_references_and_starts_count(pipe: TextToImagePipeline) -> None:
-    def peak(**options: Any) -> int:
-        request = make_request(pipe.model, "x", {"height": 256, "width": 256, **options})
-        return plan_memory(pipe.engine, request, None, keep_loaded=False).peak
-
-    reference = picture(1024, 1024)
-    assert peak(preview=lambda i, image: None) > peak()
-    assert peak(image=[reference]) > peak()
-    assert peak(image=[reference] * 3) > peak(image=[reference])
-
-
 # --- what pictures say of themselves ------------------------------------------------------------------------
+
+
+def sha256(array: np.ndarray) -> str:
+    return hashlib.sha256(array.astype("<f4").tobytes()).hexdigest()
 
 
 def test_texts(undistilled: TextToImagePipeline) -> None:
@@ -509,9 +499,24 @@ def test_texts(undistilled: TextToImagePipeline) -> None:
     assert re.search(r"transformer diffusion_pytorch_model.safetensors sha256 [0-9a-f]{64}", first["sources"])
     assert re.fullmatch(r"intaglio \S+, onnxruntime \S+", first["Software"])
     reference = undistilled("x", image=picture(32, 32), seed=1, guidance_scale=1.0, **SMALL).texts[0]
-    assert reference["reference pictures"] == "32x32"
+    assert reference["reference pictures"] == f"32x32 sha256 {sha256(load_image(picture(32, 32)))}"
     assert "negative prompt" not in reference
     start = undistilled("x", image=picture(48, 32), strength=0.5, seed=1, guidance_scale=1.0, **SMALL).texts[0]
     assert start["strength"] == "0.5"
-    given = undistilled("x", latents=np.zeros((1, 6, 128)), guidance_scale=1.0, **SMALL).texts[0]
-    assert given["seed"] == "none: latents were given"
+    assert start["start picture"] == f"48x32 sha256 {sha256(load_image(picture(48, 32)))}"
+    noise = np.random.default_rng(0).normal(size=(2, 6, 128))
+    given = undistilled(["x", "y"], latents=noise, guidance_scale=1.0, truncate=True, tiled=True, **SMALL).texts
+    assert [text["seed"] for text in given] == [f"none: latents were given, sha256 {sha256(row)}" for row in noise]
+    assert (given[0]["truncate"], given[0]["decoded"]) == ("yes", "in bands of 64 rows")
+    assert not {"truncate", "decoded", "start picture"} & first.keys()
+
+
+def test_texts_name_the_model(pipe: TextToImagePipeline) -> None:
+    text, bundle = pipe("x", seed=2**64 - 1, **SMALL).texts[0], pipe.engine.bundle
+    assert text["weights"] == f"float32, sha256 {bundle.weights.sha256}"
+    stages = ("text_encoder", "transformer", "vae_decoder")
+    assert text["graphs"].splitlines() == [f"{stage} sha256 {bundle.stages[stage].sha256}" for stage in stages]
+    assert re.fullmatch(r"cpu, exact, \w+ \w+", text["engine"])
+    # Numbers are whole: what is read back is what was used.
+    sigmas = [float(sigma) for sigma in text["sigmas"].split(", ")]
+    np.testing.assert_array_equal(np.float32(sigmas), flow_matching.sigmas(2, 6))

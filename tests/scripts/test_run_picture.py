@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -63,7 +64,8 @@ def test_pictures_to_work_from_within_a_budget(klein: Path, tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     assert done.peak_rss_mib < 1024
     assert Image.open(out).size == (48, 32)
-    assert read_png_text(out)["reference pictures"] == "48x32, 32x32"
+    said = read_png_text(out)["reference pictures"].splitlines()
+    assert [line[:12] for line in said] == ["48x32 sha256", "32x32 sha256"]
     done = command_line("run", klein, "x", "--image", reference, "--strength", 0.5, *options, "--tiled")
     assert done.returncode == 0, done.stderr
     expected = intaglio.load(klein)("x", image=reference, strength=0.5, seed=1)
@@ -100,6 +102,13 @@ def text_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bundle"
 
 
+@pytest.fixture(scope="module")
+def unbuilt(klein: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle of pictures, without an engine."""
+    folder = tmp_path_factory.mktemp("unbuilt") / "bundle"
+    return shutil.copytree(klein, folder, ignore=shutil.ignore_patterns("engines"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -111,6 +120,10 @@ def text_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("{klein}", "x", "-o", "out.png", "--width", "40"), "width is 40; expected a multiple of 16, and 32 and 48"),
         (("{klein}", "x", "-o", "out.png", "--sigmas", "1,half"), "--sigmas '1,half': expected numbers"),
         (("{klein}", "x", "-o", "out.png", "--memory-budget", "much"), "--memory-budget 'much': expected a size"),
+        (("{klein}", "x", "-o", "out.png", "--golden", "nowhere"), "nowhere: no such folder"),
+        (("{klein}", "x", "-o", "out.png", "--image", "nowhere.png"), "nowhere.png: there is no such file"),
+        (("{klein}", "x", "-o", "out.png", "--strength", "0.5"), "strength is given without image"),
+        (("{klein}", "x", "-o", "out.png", "--rng", "dice"), "rng is 'dice'; expected one of numpy, mlx, torch"),
         (("{klein}", "y" * 100, "-o", "out.png"), "the prompt has 125 tokens with its template, and at most 96 fit"),
         (("{text}", "x", "-o", "out.png"), "--output is for pictures, and this bundle writes text"),
         (("{text}", "x", "--steps", "4"), "--steps is for pictures"),
@@ -118,15 +131,18 @@ def text_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("{text}", "x", "--seed", "1", "--seed", "2"), "--seed is given 2 times"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_clear_error(arguments: tuple[str, ...], message: str, klein: Path, text_bundle: Path) -> None:
-    done = command_line("run", *[argument.format(klein=klein, text=text_bundle) for argument in arguments])
+def test_bad_input_is_one_clear_error(
+    arguments: tuple[str, ...], message: str, unbuilt: Path, text_bundle: Path
+) -> None:
+    done = command_line("run", *[argument.format(klein=unbuilt, text=text_bundle) for argument in arguments])
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
     assert not Path("out.png").exists()
-    # Options are told apart before anything is compiled.
+    # What can be known before an engine is built is.
     assert not (text_bundle / "engines").exists()
+    assert not (unbuilt / "engines").exists()
 
 
 def test_targets(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -10,9 +11,13 @@ from typing import Any
 import numpy as np
 from klein import make_checkpoint
 
+from intaglio.exporters.bundle import BUNDLE_FILE
+
 PROMPT = "a tiny bonsai tree in a ceramic pot"
 # Shorter than the published 512, so that runs are quick; the tokens are bytes.
 TEXT_LENGTH = 96
+# Options of a picture that is made in a moment.
+SMALL: dict[str, Any] = {"height": 32, "width": 48, "num_inference_steps": 2}
 
 
 @cache
@@ -53,3 +58,17 @@ def paint_with_diffusers(folder: Path, *, is_distilled: bool = True, **options: 
 def pixels(images: list[Any]) -> np.ndarray:
     """Pillow pictures as float64 ``[batch, height, width, 3]``."""
     return np.stack([np.asarray(image) for image in images]).astype(np.float64)
+
+
+def picture(width: int, height: int) -> np.ndarray:
+    """Random pixels, uint8 ``[height, width, 3]``."""
+    return np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def changed(klein: Path, folder: Path, old: str, new: str) -> Path:
+    """A copy of the bundle that says something else of its model."""
+    shutil.copytree(klein, folder / "bundle")
+    file = folder / "bundle" / BUNDLE_FILE
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+    return folder / "bundle"
