@@ -27,6 +27,7 @@ from stage_runner import RUNNERS, check_golden, run_lowered, write_stage
 from intaglio.engines.references import run_onnxruntime
 from intaglio.errors import ConfigError, WeightsError
 from intaglio.exporters.architecture import find_architecture, match_weights, model_tensors
+from intaglio.exporters.bundle import WEIGHTS_FILE
 from intaglio.exporters.checkpoints import open_checkpoint
 from intaglio.exporters.graph import stage_parameters
 from intaglio.runtimes.parity import compare
@@ -373,7 +374,7 @@ def test_single_files_in_other_spellings_are_the_same_model(tmp_path: Path, spel
     oracle.save_pretrained(tmp_path / "folder")
     same = write_stage(tmp_path / "folder", "transformer", tmp_path / "same")
     assert graph.read_bytes() == same.read_bytes()
-    assert graph.with_suffix(".data").read_bytes() == same.with_suffix(".data").read_bytes()
+    assert graph.with_name(WEIGHTS_FILE).read_bytes() == same.with_name(WEIGHTS_FILE).read_bytes()
 
 
 def test_spellings_that_collide_or_do_not_come_apart_are_refused(tmp_path: Path) -> None:
