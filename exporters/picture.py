@@ -14,7 +14,7 @@ from intaglio.exporters.checkpoints import Checkpoint, open_checkpoint
 from intaglio.exporters.checkpoints.json_file import read_json
 from intaglio.exporters.components import Component
 from intaglio.exporters.config import ConfigKeys
-from intaglio.exporters.tokenizer import TokenizerFiles, tokenizer_from_directory, tokenizer_from_gguf
+from intaglio.exporters.tokenizer import TOKENIZER_FILES, TokenizerFiles, tokenizer_from_directory, tokenizer_from_gguf
 
 MODEL_INDEX = "model_index.json"
 # Qwen3's hidden states that FLUX.2-klein was trained with, and the length that prompts are padded to, as published in
@@ -105,9 +105,7 @@ def read_tokenizer(path: Path | None, text_encoder: Checkpoint) -> TokenizerFile
     beside = text_encoder.path if text_encoder.path.is_dir() else text_encoder.path.parent
     where = str(path or (text_encoder.path if text_encoder.format == "gguf" else beside))
     if path is not None:
-        if not path.exists():
-            raise CheckpointError(f"{path}: no such file or folder; expected a tokenizer")
-        files = tokenizer_from_directory(path if path.is_dir() else path.parent)
+        files = tokenizer_from_directory(_tokenizer_folder(path))
     elif text_encoder.format == "gguf":
         files = tokenizer_from_gguf(text_encoder.metadata, str(text_encoder.path))
     else:
@@ -123,6 +121,20 @@ def read_tokenizer(path: Path | None, text_encoder: Checkpoint) -> TokenizerFile
             f"{where}: names no pad_token, which prompts are padded with; add it to tokenizer_config.json"
         )
     return files
+
+
+def _tokenizer_folder(path: Path) -> Path:
+    """The folder of a tokenizer that is named by it or by the file of the two that is read there."""
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or folder; expected a tokenizer")
+    if path.is_dir():
+        return path
+    read = next((name for name in TOKENIZER_FILES if (path.parent / name).is_file()), None)
+    if path.name != read:
+        if path.name in TOKENIZER_FILES:
+            raise InputError(f"{path}: {read} stands beside it and is what is read; name that file or the folder")
+        raise InputError(f"{path}: expected {' or '.join(TOKENIZER_FILES)}, or the folder that holds it")
+    return path.parent
 
 
 def check_fit(components: Mapping[str, Component], tokenizer: TokenizerFiles | None, info: TextToImageInfo) -> None:
@@ -145,10 +157,11 @@ def check_fit(components: Mapping[str, Component], tokenizer: TokenizerFiles | N
                 f"{transformer.checkpoint.path} takes {expected}; they belong to different models"
             )
     if text_encoder and tokenizer:
-        tokens = Tokenizer.from_str(tokenizer.tokenizer_json).get_vocab_size()
-        if tokens > text_encoder.config.vocab_size:
+        # Not how many there are: ids may have gaps.
+        largest = max(Tokenizer.from_str(tokenizer.tokenizer_json).get_vocab().values(), default=0)
+        if largest >= text_encoder.config.vocab_size:
             raise ConfigError(
-                f"the tokenizer has {tokens} tokens, but the embedding of {text_encoder.checkpoint.path} has "
+                f"the tokenizer has token ids up to {largest}, but the embedding of {text_encoder.checkpoint.path} has "
                 f"{text_encoder.config.vocab_size} rows; it is another model's"
             )
         context = text_encoder.config.max_position_embeddings

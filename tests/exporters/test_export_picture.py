@@ -162,7 +162,7 @@ def test_mlx_text_encoder_and_small_decoder(sources: Path, tmp_path: Path) -> No
         transformer=sources / "gguf" / "dit.gguf",
         text_encoder=sources / "encoder-mlx" / "model.safetensors",
         vae=sources / "vae-small",
-        tokenizer=sources / "pipeline" / "tokenizer",
+        tokenizer=sources / "pipeline" / "tokenizer" / "tokenizer.json",
         hidden_states=LAYERS,
         text_length=64,
     )
@@ -225,6 +225,29 @@ def larger_tokenizer(sources: Path, folder: Path) -> dict[str, Any]:
     return {"tokenizer": folder / "tokenizer"}
 
 
+def sparse_tokenizer(sources: Path, folder: Path) -> dict[str, Any]:
+    """No more tokens than the embedding has rows, but one with an id beyond them."""
+    maker.write_tokenizer(folder / "tokenizer")
+    file = folder / "tokenizer" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"]["ab"] = 400
+    content["model"]["vocab"].pop("~")
+    file.write_text(json.dumps(content))
+    return {"tokenizer": folder / "tokenizer"}
+
+
+def other_file_beside_the_tokenizer(sources: Path, folder: Path) -> dict[str, Any]:
+    maker.write_tokenizer(folder / "tokenizer")
+    (folder / "tokenizer" / "vocab.txt").write_text("a")
+    return {"tokenizer": folder / "tokenizer" / "vocab.txt"}
+
+
+def second_of_two_tokenizers(sources: Path, folder: Path) -> dict[str, Any]:
+    maker.write_tokenizer(folder / "tokenizer")
+    (folder / "tokenizer" / "tokenizer.model").write_text("a")
+    return {"tokenizer": folder / "tokenizer" / "tokenizer.model"}
+
+
 def another_architecture(sources: Path, folder: Path) -> dict[str, Any]:
     from intaglio.exporters.checkpoints.gguf_writer import write_gguf
 
@@ -247,7 +270,10 @@ def without_template(sources: Path, folder: Path) -> dict[str, Any]:
 MISFITS = [
     (narrow_text_encoder, ConfigError, "2 hidden states of width 128 make a conditioning of 256.*takes 384"),
     (other_latents, ConfigError, "has 64 latent channels.*takes 128"),
-    (larger_tokenizer, ConfigError, "the tokenizer has 281 tokens, but the embedding of .* has 261 rows"),
+    (larger_tokenizer, ConfigError, "the tokenizer has token ids up to 280, but the embedding of .* has 261 rows"),
+    (sparse_tokenizer, ConfigError, "the tokenizer has token ids up to 400, but the embedding of .* has 261 rows"),
+    (other_file_beside_the_tokenizer, InputError, r"vocab.txt: expected tokenizer.json or tokenizer.model, or the f"),
+    (second_of_two_tokenizers, InputError, r"tokenizer.model: tokenizer.json stands beside it and is what is read"),
     (another_architecture, ConfigError, "general.architecture is 'mamba'; built are bonsai-image"),
     (without_template, ConfigError, "has no chat template"),
     (
@@ -390,8 +416,14 @@ def test_parts_come_from_the_flag_then_the_environment_then_dotenv(
     done = command_line("export", pipeline, tmp_path / "whole", "--hidden-states", "1,2,3", env=environment)
     assert done.returncode == 0, done.stderr
     assert read_bundle(tmp_path / "whole").components["transformer"].source.format == "safetensors"
-    done = command_line("export", tmp_path / "bundle2", env={k: "" for k in os.environ if k.startswith("INTAGLIO_T")})
+    # Without either, nothing says what to export.
+    (tmp_path / ".env").unlink()
+    silent = {k: "" for k in os.environ if k.startswith("INTAGLIO_") and k != "INTAGLIO_CACHE"}
+    done = command_line("export", tmp_path / "bundle2", env=silent)
     assert done.returncode == 2
+    assert "only " in done.stderr
+    assert "bundle2 is given; name a SOURCE to export from, or --transformer, --text-encoder, --vae" in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"bundle", "whole"}
 
 
 def test_a_folder_that_cannot_be_written(sources: Path, tmp_path: Path) -> None:
