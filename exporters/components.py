@@ -26,8 +26,7 @@ from intaglio.exporters.architecture import (
 )
 from intaglio.exporters.bundle import ComponentInfo, QuantizationInfo, SourceFile, SourceInfo
 from intaglio.exporters.checkpoints import Checkpoint, CheckpointTensor
-from intaglio.exporters.checkpoints.symmetric import without_offsets
-from intaglio.exporters.checkpoints.ternary import pack_ternary
+from intaglio.exporters.checkpoints.ternary import pack_ternary, without_offsets
 from intaglio.exporters.graph import build_graph, quantize_modules, stage_parameters
 from intaglio.exporters.layers.dtype import DTYPES, set_dtype
 from intaglio.exporters.layers.linear import WeightModule

@@ -56,9 +56,10 @@ class TernaryTensor(CheckpointTensor):
 
 @dataclass(frozen=True)
 class TernaryMlxTensor(CheckpointTensor):
-    """A 2-bit MLX matrix with the codes 0, 1, 2 and biases that are minus the scales, as ternary rows.
+    """A 2-bit MLX matrix with the zero point 1 in place of its biases, which must be minus the scales.
 
-    Anything else in it raises CheckpointError, naming row and group, when it is read.
+    ``scale * code - scale`` is ``scale * (code - 1)``: exact for every code, for a 3 too, which types that are
+    ternary refuse. Any other bias raises CheckpointError, naming row and group, when it is read.
     """
 
     source: CheckpointTensor
@@ -76,19 +77,40 @@ class TernaryMlxTensor(CheckpointTensor):
     def read_rows(self, start: int, stop: int) -> GroupedQuantRows:
         rows = self.source.read_rows(start, stop)
         assert isinstance(rows, GroupedQuantRows)
-        groups = rows.codes.reshape(*rows.scales.shape, -1)
-        # Both bits of a code are set: it is 3.
-        threes = (groups & groups >> np.uint8(1) & np.uint8(0x55)).any(axis=-1)
-        _refuse(self.source, threes, start, lambda at: "holds the code 3, expected 0, 1 or 2")
-        scales, biases = rows.scales.astype(np.float32), rows.offsets.astype(np.float32)
-        # A zero may have either sign.
         _refuse(
             self.source,
-            ~(biases == -scales) | ~np.isfinite(scales),
+            _other_than_minus(rows.scales, rows.offsets),
             start,
-            lambda at: f"has the scale {scales[at]} and the bias {biases[at]}, expected minus the scale",
+            lambda at: f"has the scale {rows.scales[at]} and the bias {rows.offsets[at]}, expected minus the scale",
         )
         return GroupedQuantRows(rows.codes, rows.scales, np.zeros((), rows.scales.dtype))
+
+
+def without_offsets(tensor: CheckpointTensor) -> CheckpointTensor:
+    """``tensor`` as a :class:`TernaryMlxTensor` where it is rows of one that can be; else as it is.
+
+    Reads scales and biases of 2-bit MLX matrices.
+    """
+    stored = tensor
+    while not isinstance(stored, MlxTensor):
+        source = getattr(stored, "source", None)
+        if not isinstance(source, CheckpointTensor):
+            return tensor
+        stored = source
+    if stored.bits != 2:
+        return tensor
+    step = max(1, _CHUNK_BYTES // max(1, stored.scales.row_bytes))
+    for start in range(0, stored.row_count, step):
+        stop = min(start + step, stored.row_count)
+        if _other_than_minus(stored.scales.read_rows(start, stop), stored.biases.read_rows(start, stop)).any():
+            return tensor
+    return TernaryMlxTensor(tensor.name, tensor.shape, tensor.storage, tensor)
+
+
+def _other_than_minus(scales: np.ndarray, biases: np.ndarray) -> np.ndarray:
+    """Which groups have a bias that is not minus a finite scale. A zero may have either sign."""
+    scales, biases = scales.astype(np.float32), biases.astype(np.float32)
+    return ~(biases == -scales) | ~np.isfinite(scales)
 
 
 @dataclass(frozen=True)

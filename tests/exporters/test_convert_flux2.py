@@ -255,7 +255,7 @@ def test_dense_matrices_have_no_place_in_gguf(folder: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("part", "at", "value", "says"),
     [
-        ("weight", (5, 13), 3 << 6, r"row 5, group 1 holds the code 3, expected 0, 1 or 2"),
+        ("weight", (5, 13), 3 << 6, r"row 5, group 1 holds 2 times its scale, and TQ2_0_g128 holds -1 to 1"),
         ("biases", (7, 2), 0.25, r"row 7, group 2 has the scale 0\.\d+ and the bias 0\.25, expected minus the scale"),
         ("scales", (9, 1), 3e-8, r"row 9, group 1 has the scale .*e-08, which is no finite float16"),
         ("scales", (9, 0), 70000.0, r"row 9, group 0 has the scale 70144\.0, which is no finite float16"),

@@ -16,9 +16,15 @@ from intaglio.errors import CheckpointError
 from intaglio.exporters.checkpoints import open_checkpoint
 from intaglio.exporters.checkpoints.mlx import MlxTensor
 from intaglio.exporters.checkpoints.safetensors_writer import write_file
-from intaglio.exporters.checkpoints.tensors import ArrayTensor, CheckpointTensor, QuantizedLayout
-from intaglio.exporters.checkpoints.ternary import RescaledTensor, TernaryMlxTensor, pack_ternary, ternary_layout
-from intaglio.kernels.grouped_quant import GroupedQuantFormat, GroupedQuantRows, pack_codes
+from intaglio.exporters.checkpoints.tensors import ArrayTensor, CheckpointTensor, QuantizedLayout, reorder_rows
+from intaglio.exporters.checkpoints.ternary import (
+    RescaledTensor,
+    TernaryMlxTensor,
+    pack_ternary,
+    ternary_layout,
+    without_offsets,
+)
+from intaglio.kernels.grouped_quant import GroupedQuantFormat, GroupedQuantRows, dequantize, pack_codes
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), BFLOAT16]
@@ -237,20 +243,39 @@ def test_mlx_matrices_as_ternary_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"codes": ((4, 130), 3)}, "row 4, group 1 holds the code 3, expected 0, 1 or 2"),
-        ({"codes": ((4, 127), 3)}, "row 4, group 0 holds the code 3, expected 0, 1 or 2"),
         ({"biases": ((2, 1), 0.5)}, r"row 2, group 1 has the scale 0\.\d+ and the bias 0\.5, expected minus the scale"),
         ({"biases": ((0, 0), np.nan)}, "row 0, group 0 has .* bias nan"),
         ({"scales": ((5, 0), np.inf), "biases": ((5, 0), -np.inf)}, "row 5, group 0 has the scale inf"),
     ],
 )
-def test_mlx_matrices_that_are_not_ternary(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+def test_mlx_matrices_with_other_biases(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(CheckpointError, match=rf"a\.safetensors: a\.weight: {says}"):
         as_ternary(mlx_tensor(tmp_path, **changes)).read()
     # Rows are counted from the first of the matrix, not from the first that is read.
     row = int(says.split()[1].rstrip(","))
     with pytest.raises(CheckpointError, match=f"row {row}, "):
         as_ternary(mlx_tensor(tmp_path, **changes)).read_rows(row, row + 1)
+    source = mlx_tensor(tmp_path, **changes)
+    assert without_offsets(source) is source
+
+
+def test_a_zero_point_in_place_of_biases(tmp_path: Path) -> None:
+    """Whatever the codes, of a whole matrix or of some of its rows."""
+    source = mlx_tensor(tmp_path, codes=((4, 130), 3))
+    order = np.array([5, 4, 0])
+    for tensor in (source, reorder_rows(source, order)):
+        found = without_offsets(tensor)
+        assert found == TernaryMlxTensor(tensor.name, tensor.shape, "MLX2", tensor)
+        rows, expected = found.read(), tensor.read()
+        assert isinstance(rows, GroupedQuantRows)
+        assert isinstance(expected, GroupedQuantRows)
+        assert found.layout is not None
+        assert tensor.layout is not None
+        np.testing.assert_array_equal(
+            dequantize(rows, found.layout.format), dequantize(expected, tensor.layout.format)
+        )
+    dense = ArrayTensor("b", (2, 128), "F32", np.ones((2, 128), np.float32))
+    assert without_offsets(dense) is dense
 
 
 @pytest.mark.parametrize(
