@@ -16,7 +16,6 @@ from intaglio.exporters.tokenizer_files import TokenizerFiles, integer, set_temp
 from intaglio.exporters.tokenizer_model_file import read_model_file
 from intaglio.exporters.tokenizer_sentencepiece import sentencepiece_tokenizer
 
-
 # Of the files that may hold the tokens, the first that is there is read.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 # Vocabularies of 256k tokens with their merges take 33 MB.

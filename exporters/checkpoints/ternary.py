@@ -6,14 +6,15 @@ models trained that way hold the values themselves; MLX's 2-bit files hold biase
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from intaglio.errors import CheckpointError
+from intaglio.errors import CheckpointError, InputError
 from intaglio.exporters.checkpoints.mlx import MlxTensor
 from intaglio.exporters.checkpoints.tensors import CheckpointTensor, QuantizedLayout
 from intaglio.kernels.grouped_quant import GroupedQuantFormat, GroupedQuantRows, pack_codes
@@ -27,10 +28,8 @@ _SCALE_DTYPES = {
     _FLOAT32: (_BFLOAT16, _FLOAT16, _FLOAT32),
 }
 _CHUNK_BYTES = 4 << 20
-
-
-class _NotTernaryError(CheckpointError):
-    pass
+# The first number of a name is its block's; the weight of a module that is itself numbered is in none.
+_IN_BLOCK = re.compile(r"\.\d+\..+\.weight$")
 
 
 @dataclass(frozen=True)
@@ -136,38 +135,41 @@ class RescaledTensor(CheckpointTensor):
         return _rows(rows.codes, _held(self.source, rows.scales, self.scale_dtype, start))
 
 
-def ternary_layout(tensor: CheckpointTensor, group_size: int = GROUP_SIZE) -> QuantizedLayout | None:
-    """How a dense matrix would be packed, found by reading it once; None where it is not exactly ternary.
+def pack_blocks(tensors: Mapping[str, CheckpointTensor], source: str) -> dict[str, CheckpointTensor]:
+    """``tensors`` with every dense matrix of a numbered block packed; all of them, or an error.
 
-    Packed are float32, float16 and bfloat16 matrices ``[out, in]`` whose width ``group_size`` divides. The scales of
-    16-bit ones keep their type; those of float32 become bfloat16 or float16 if that holds all of them.
+    Such a matrix is the two-axis weight of a module in a block (``layers.3.mlp.up_proj.weight``). Everything outside
+    the blocks stays as it is, even where its values happen to be ternary. Raises CheckpointError where one is not
+    ternary, InputError where there is none, naming ``source``.
     """
-    try:
-        return _layout(tensor, group_size)
-    except _NotTernaryError:
-        return None
+    packed = {
+        name: pack_ternary(tensor)
+        for name, tensor in tensors.items()
+        if _IN_BLOCK.search(name) and tensor.dtype is not None and len(tensor.shape) == 2
+    }
+    if not packed:
+        raise InputError(f"--pack-ternary: {source} has no dense matrices in its blocks; leave the option out")
+    return {**tensors, **packed}
 
 
-def pack_ternary(
-    tensor: CheckpointTensor, group_size: int = GROUP_SIZE, layout: QuantizedLayout | None = None
-) -> CheckpointTensor:
-    """A dense matrix as ternary rows that are packed as they are read: 2-bit codes, one scale a group.
+def pack_ternary(tensor: CheckpointTensor, group_size: int = GROUP_SIZE) -> CheckpointTensor:
+    """A dense matrix ``[out, in]`` as ternary rows that are packed as they are read: 2-bit codes, one scale a group.
 
-    A group of zeros has the scale 0 and the codes 1. With a ``layout`` from :func:`ternary_layout` the matrix is not
-    read before it is needed; otherwise once. Raises CheckpointError naming row, group and values where it is not
-    ternary.
+    Packed are float32, float16 and bfloat16 matrices whose width ``group_size`` divides. The scales of 16-bit ones
+    keep their type; those of float32 become bfloat16 or float16 if that holds all of them, which the matrix is read
+    once to find. A group of zeros has the scale 0 and the codes 1. Raises CheckpointError naming row, group and values
+    where it is not ternary.
     """
-    layout = layout or _layout(tensor, group_size)
-    return TernaryTensor(tensor.name, tensor.shape, "ternary", tensor, layout)
+    return TernaryTensor(tensor.name, tensor.shape, "ternary", tensor, _layout(tensor, group_size))
 
 
 def _layout(tensor: CheckpointTensor, group_size: int) -> QuantizedLayout:
     if tensor.dtype not in _SCALE_DTYPES or len(tensor.shape) != 2:
-        raise _NotTernaryError(
+        raise CheckpointError(
             f"{_where(tensor)}: is {tensor.storage} {list(tensor.shape)}; packed are matrices of F32, F16 or BF16"
         )
     if not tensor.shape[1] or tensor.shape[1] % group_size:
-        raise _NotTernaryError(f"{_where(tensor)}: rows of {tensor.shape[1]} values are no multiple of {group_size}")
+        raise CheckpointError(f"{_where(tensor)}: rows of {tensor.shape[1]} values are no multiple of {group_size}")
     fitting = list(_SCALE_DTYPES[tensor.dtype])
     for first, values in tensor.chunks(_CHUNK_BYTES):
         assert isinstance(values, np.ndarray)
@@ -220,7 +222,7 @@ def _held(tensor: CheckpointTensor, scales: np.ndarray, dtype: np.dtype[Any], fi
 def _refuse(tensor: CheckpointTensor, bad: np.ndarray, first_row: int, why: Callable[[tuple[int, ...]], str]) -> None:
     if bad.any():
         at = tuple(int(i) for i in np.argwhere(bad)[0])
-        raise _NotTernaryError(f"{_where(tensor)}: row {first_row + at[0]}, group {at[1]} {why(at)}")
+        raise CheckpointError(f"{_where(tensor)}: row {first_row + at[0]}, group {at[1]} {why(at)}")
 
 
 def _where(tensor: CheckpointTensor) -> str:
