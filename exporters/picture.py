@@ -62,7 +62,7 @@ def text_to_image_info(
     sources: Sources, hidden_states: tuple[int, ...], text_length: int | None, is_distilled: bool | None
 ) -> TextToImageInfo:
     """What the bundle says beside its graphs: what was asked for, else what ``model_index.json`` says, else what
-    klein's pipeline was published with. Raises ConfigError.
+    klein's pipeline was published with. Raises ConfigError, InputError.
     """
     index = sources.index
     if not hidden_states and index is not None and index.has("text_encoder_out_layers"):
@@ -70,13 +70,15 @@ def text_to_image_info(
         if not isinstance(layers, list) or not layers or not all(type(n) is int and n >= 0 for n in layers):
             raise index.wrong("text_encoder_out_layers", f"is {layers!r}, expected a list of layer numbers")
         hidden_states = tuple(layers)
+    if text_length is not None and text_length < 1:
+        raise InputError(f"the text length is {text_length}, expected at least one token")
     if text_length is None and index is not None and index.has("max_sequence_length"):
         text_length = index.integer("max_sequence_length")
     if is_distilled is None and index is not None and index.has("is_distilled"):
         is_distilled = index.boolean("is_distilled")
     return TextToImageInfo(
         text_encoder_layers=hidden_states or TEXT_ENCODER_LAYERS,
-        text_length=text_length or TEXT_LENGTH,
+        text_length=TEXT_LENGTH if text_length is None else text_length,
         is_distilled=is_distilled,
         shift=_shift(sources.scheduler) if sources.scheduler is not None else None,
     )

@@ -85,9 +85,16 @@ def export(
     if len(paths) > 2:
         raise InputError(f"{len(paths)} paths are given; expected [SOURCE] BUNDLE")
     source, bundle = (paths[0] if len(paths) == 2 else None), paths[-1]
+    chosen = stages.split(",") if stages else None
     parts = {"transformer": transformer, "text_encoder": text_encoder, "vae": vae, "tokenizer": tokenizer}
     if source is None:
-        parts = {name: _from_environment(name, path, quiet=quiet) for name, path in parts.items()}
+        # What the chosen stages do not need is not looked for; named on the command line it would be an error.
+        from intaglio.exporters.export import picture_roles  # brings the graph library
+
+        roles = picture_roles(chosen)
+        for name, path in parts.items():
+            if ("text_encoder" if name == "tokenizer" else name) in roles:
+                parts[name] = _from_environment(name, path, quiet=quiet)
         if not any(parts.values()):
             raise InputError(
                 f"only {bundle} is given; name a SOURCE to export from, or --transformer, --text-encoder, --vae and "
@@ -99,7 +106,7 @@ def export(
             bundle,
             **parts,
             dtype=dtype,
-            stages=stages.split(",") if stages else None,
+            stages=chosen,
             hidden_states=_integers(hidden_states),
             text_length=text_length,
             is_distilled=distilled,

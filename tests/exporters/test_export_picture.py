@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
+import tiny_checkpoint
 from klein import make_checkpoint as maker
 from measure import intaglio as command_line
 from safetensors.numpy import load_file, save_file
@@ -46,7 +47,9 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def export(sources: Path, bundle: Path, transformer: str | Path | None = None, **options: Any) -> Bundle:
     """The pipeline, with another transformer of ``sources`` (or anywhere) where one is named."""
     parts = {"transformer": sources / transformer} if transformer else {}
-    return intaglio.export(sources / "pipeline", bundle, hidden_states=LAYERS, **parts, **options)
+    if options.get("stages") is None:
+        options["hidden_states"] = LAYERS
+    return intaglio.export(sources / "pipeline", bundle, **parts, **options)
 
 
 def parameters(bundle: Path, stage: str) -> dict[str, np.ndarray]:
@@ -180,8 +183,59 @@ def test_stages_ask_for_a_part(sources: Path, tmp_path: Path) -> None:
     assert set(bundle.dims) == {"batch", "image_tokens", "text_tokens"}
     with pytest.raises(InputError, match="--text-encoder PATH, --vae PATH, or --stages"):
         intaglio.export(sources / "gguf" / "dit.gguf", tmp_path / "other")
-    with pytest.raises(InputError, match="'unet' is unknown"):
-        export(sources, tmp_path / "other", stages=["transformer", "unet"])
+    for stages in (["transformer", "unet"], ["text_encoder_2"]):
+        with pytest.raises(InputError, match=f"'{stages[-1]}' is unknown"):
+            export(sources, tmp_path / "other", stages=stages)
+
+
+UNUSED = [
+    ("transformer", {"tokenizer": "tokenizer"}, "--tokenizer .*tokenizer: is for the text encoder"),
+    ("transformer", {"text_encoder": "text_encoder"}, "--text-encoder .*text_encoder: is for the text encoder"),
+    ("transformer", {"text_length": 64}, "--text-length 64: is for the text encoder"),
+    ("vae_decoder", {"hidden_states": LAYERS}, "--hidden-states: is for the text encoder"),
+    ("vae_decoder", {"is_distilled": True}, "--distilled: is for the transformer"),
+    ("vae_decoder", {"is_distilled": False}, "--not-distilled: is for the transformer"),
+    ("vae_decoder", {"pack_ternary": True}, "--pack-ternary: is for the transformer"),
+    ("vae_decoder", {"transformer": "transformer"}, "--transformer .*transformer: is for the transformer"),
+    ("text_encoder", {"vae": "vae", "hidden_states": LAYERS}, "--vae .*vae: is for the vae"),
+    ("text_encoder", {"config": {"vae.act_fn": 1}, "hidden_states": LAYERS}, "a key begins with text_encoder"),
+]
+
+
+@pytest.mark.parametrize(("stage", "options", "message"), UNUSED, ids=[str(i) for i in range(len(UNUSED))])
+def test_options_of_a_component_that_is_not_exported(
+    stage: str, options: dict[str, Any], message: str, sources: Path, tmp_path: Path
+) -> None:
+    """Each is heeded where its component is exported; the part of a directory is no option."""
+    given = {name: sources / "pipeline" / value if isinstance(value, str) else value for name, value in options.items()}
+    with pytest.raises(InputError, match=message):
+        intaglio.export(sources / "pipeline", tmp_path / "bundle", stages=[stage], **given)
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_source_of_a_component_that_is_not_exported(sources: Path, tmp_path: Path) -> None:
+    file, vae = sources / "gguf" / "dit.gguf", sources / "pipeline" / "vae"
+    with pytest.raises(InputError, match=r"dit\.gguf: is for the transformer, of which --stages chooses nothing"):
+        intaglio.export(file, tmp_path / "bundle", vae=vae, stages=["vae_decoder"])
+    tiny_checkpoint.write(tmp_path / "llama")
+    with pytest.raises(InputError, match="--vae belongs to picture bundles, and .*llama is a language model"):
+        intaglio.export(tmp_path / "llama", tmp_path / "bundle", vae=vae)
+
+
+@pytest.mark.parametrize("transformer", ["mlx/packed.safetensors", "gguf/dit.gguf"])
+def test_what_is_packed_is_not_packed_again(transformer: str, sources: Path, tmp_path: Path) -> None:
+    said = SAID if transformer.startswith("mlx") else {}
+    with pytest.raises(InputError, match=r"--pack-ternary: .* has no dense matrices in its blocks; leave the option"):
+        export(sources, tmp_path / "bundle", transformer, config=said, pack_ternary=True)
+
+
+def test_stages_and_the_environment(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the stages do not need is not taken from there, so it is no error either."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".env").write_text("INTAGLIO_TRANSFORMER=/nowhere\nINTAGLIO_TOKENIZER=/nowhere\n")
+    done = command_line("export", "--vae", sources / "vae-small", "bundle", "--stages", "vae_decoder", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "nowhere" not in done.stderr
 
 
 def test_a_decoder_alone_is_exported_without_an_encoder(sources: Path, tmp_path: Path) -> None:
@@ -285,6 +339,7 @@ MISFITS = [
     (lambda s, f: {"vae": s / "nowhere"}, CheckpointError, "no such file or folder"),
     (lambda s, f: {"tokenizer": s / "nowhere"}, CheckpointError, "no such file or folder; expected a tokenizer"),
     (lambda s, f: {"hidden_states": (1, 2, 9)}, InputError, "layer 9 are asked for; the model has 0 to 4"),
+    (lambda s, f: {"text_length": 0}, InputError, "text length is 0, expected at least one token"),
     (lambda s, f: {"text_length": 50000}, InputError, "text length is 50000, but the text encoder takes at most 40960"),
     (lambda s, f: {"config": {"rope_theta": 1.0}}, InputError, "a key begins with text_encoder., transformer., vae."),
     (lambda s, f: {"config": {"transformer.rope": 1}}, ConfigError, "rope: flux2 does not read it"),
