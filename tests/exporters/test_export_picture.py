@@ -14,6 +14,7 @@ import tiny_checkpoint
 from klein import make_checkpoint as maker
 from measure import intaglio as command_line
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
 
 import intaglio
 from intaglio.errors import CheckpointError, ConfigError, InputError, IntaglioError, OutputError, WeightsError
@@ -41,6 +42,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
         maker.write_transformer(folder / spelling / name, spelling, seed=SEED)
     maker.write_text_encoder(folder / "encoder-mlx", "mlx", seed=SEED)
     maker.write_vae(folder / "vae-small", seed=SEED, decoder="small")
+    maker.write_vae(folder / "ae.safetensors", spelling="bfl", seed=SEED)
+    maker.write_text_encoder(folder / "te.gguf", "gguf", seed=SEED)
     return folder
 
 
@@ -158,6 +161,41 @@ def test_weights_that_are_not_ternary_are_not_packed(sources: Path, tmp_path: Pa
     assert not (tmp_path / "bundle").exists()
 
 
+def test_the_vae_of_black_forest_labs_is_equal_in_every_value(sources: Path, tmp_path: Path) -> None:
+    said = {"vae.norm_num_groups": 8, "vae.batch_norm_eps": 1e-4}
+    stages = ["vae_decoder", "vae_encoder"]
+    with pytest.raises(ConfigError, match=r"--config vae\.norm_num_groups="):
+        export(sources, tmp_path / "bfl", vae=sources / "ae.safetensors", stages=stages)
+    bundles = [
+        export(sources, tmp_path / "bfl", vae=sources / "ae.safetensors", stages=stages, config=said),
+        export(sources, tmp_path / "diffusers", stages=stages),
+    ]
+    assert bundles[0].stages == bundles[1].stages
+    assert bundles[0].weights == bundles[1].weights
+
+
+def test_the_text_encoder_as_gguf_is_equal_in_every_code_and_scale(sources: Path, tmp_path: Path) -> None:
+    """Its groups are half as long as MLX's; the tokenizer comes from the file."""
+    options: dict[str, Any] = {"hidden_states": LAYERS, "stages": ["text_encoder"]}
+    exported = intaglio.export(None, tmp_path / "gguf", text_encoder=sources / "te.gguf", **options)
+    tokenizer = sources / "pipeline" / "tokenizer"
+    encoder = sources / "encoder-mlx"
+    expected = intaglio.export(None, tmp_path / "mlx", text_encoder=encoder, tokenizer=tokenizer, **options)
+    found, mlx = (parameters(tmp_path / name, "text_encoder") for name in ("gguf", "mlx"))
+    assert found.keys() == mlx.keys()
+    assert sum(name.endswith(".codes") for name in mlx) == 1 + 3 * 7
+    for name, array in mlx.items():
+        array = np.repeat(array, 2, axis=1) if name.endswith((".scales", ".offsets")) else array
+        np.testing.assert_array_equal(found[name].astype(np.float32), array.astype(np.float32), err_msg=name)
+    assert exported.tokenizer is not None
+    assert expected.tokenizer is not None
+    for key in ("eos_token_ids", "pad_token_id", "has_chat_template"):
+        assert getattr(exported.tokenizer, key) == getattr(expected.tokenizer, key), key
+    ours, theirs = (Tokenizer.from_file(str(tmp_path / n / "tokenizer" / "tokenizer.json")) for n in ("gguf", "mlx"))
+    text = "<|im_start|>user\na tiny bonsai tree<|im_end|>\n<think>"
+    assert ours.encode(text).ids == theirs.encode(text).ids
+
+
 def test_mlx_text_encoder_and_small_decoder(sources: Path, tmp_path: Path) -> None:
     bundle = intaglio.export(
         None,
@@ -183,9 +221,10 @@ def test_stages_ask_for_a_part(sources: Path, tmp_path: Path) -> None:
     assert set(bundle.dims) == {"batch", "image_tokens", "text_tokens"}
     with pytest.raises(InputError, match="--text-encoder PATH, --vae PATH, or --stages"):
         intaglio.export(sources / "gguf" / "dit.gguf", tmp_path / "other")
-    for stages in (["transformer", "unet"], ["text_encoder_2"]):
-        with pytest.raises(InputError, match=f"'{stages[-1]}' is unknown"):
-            export(sources, tmp_path / "other", stages=stages)
+    with pytest.raises(InputError, match="'unet' is unknown"):
+        export(sources, tmp_path / "other", stages=["transformer", "unet"])
+    with pytest.raises(InputError, match="'text_encoder_2' is unknown"):
+        intaglio.export(sources / "pipeline", tmp_path / "other", stages=["text_encoder_2"], hidden_states=LAYERS)
 
 
 UNUSED = [
@@ -270,8 +309,6 @@ def other_latents(sources: Path, folder: Path) -> dict[str, Any]:
 
 
 def larger_tokenizer(sources: Path, folder: Path) -> dict[str, Any]:
-    from tokenizers import Tokenizer
-
     maker.write_tokenizer(folder / "tokenizer")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
     tokenizer.add_tokens([f"word{i}" for i in range(20)])
