@@ -46,11 +46,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return _CASES[name]
 
 
-@pytest.fixture
-def write_goldens(request: pytest.FixtureRequest) -> bool:
-    return bool(request.config.getoption("--write-goldens"))
-
-
 def over(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", names, indirect=True)
 

@@ -28,12 +28,6 @@ from intaglio.exporters.bundle import WEIGHTS_FILE
 from intaglio.exporters.checkpoints import open_checkpoint
 from intaglio.exporters.graph import stage_parameters
 
-
-@pytest.fixture
-def write_goldens(request: pytest.FixtureRequest) -> bool:
-    return bool(request.config.getoption("--write-goldens"))
-
-
 # --- other spellings ----------------------------------------------------------------------------------------
 
 
