@@ -129,6 +129,22 @@ def find_architecture(checkpoint: Checkpoint) -> tuple[Architecture, ConfigKeys]
     )
 
 
+def read_config(
+    architecture: Architecture, keys: ConfigKeys, overrides: Mapping[str, Any], component: str | None = None
+) -> tuple[Any, tuple[str, ...]]:
+    """The configuration with ``overrides`` of its keys, and the keys that it needs and no file says.
+
+    ``component`` is what it configures in a bundle of several. Raises ConfigError, also for an override that the
+    architecture does not read.
+    """
+    keys = keys.overridden(overrides, component)
+    config = architecture.read_config(keys)
+    if unknown := sorted(set(overrides) - keys.asked):
+        read = ", ".join(sorted(keys.asked))
+        raise ConfigError(f"--config {', '.join(unknown)}: {architecture.name} does not read it; read are {read}")
+    return config, tuple(key for key in keys.assumed if key in keys.asked)
+
+
 def model_tensors(checkpoint: Checkpoint, architecture: Architecture, config: Any) -> dict[str, CheckpointTensor]:
     """The checkpoint's tensors under the architecture's names and in its row order."""
     if checkpoint.format != "gguf":

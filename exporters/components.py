@@ -23,14 +23,13 @@ from intaglio.exporters.architecture import (
     find_architecture,
     match_weights,
     model_tensors,
+    read_config,
 )
 from intaglio.exporters.bundle import ComponentInfo, QuantizationInfo, SourceFile, SourceInfo
 from intaglio.exporters.checkpoints import Checkpoint, CheckpointTensor
-from intaglio.exporters.checkpoints.symmetric import without_offsets
-from intaglio.exporters.checkpoints.ternary import pack_ternary
+from intaglio.exporters.checkpoints.ternary import pack_blocks, without_offsets
 from intaglio.exporters.graph import build_graph, quantize_modules, stage_parameters
 from intaglio.exporters.layers.dtype import DTYPES, set_dtype
-from intaglio.exporters.layers.linear import WeightModule
 from intaglio.exporters.weights import Part, plan_weights
 from intaglio.progress import Progress
 
@@ -100,12 +99,8 @@ def find_component(checkpoint: Checkpoint, role: str, options: Options) -> tuple
             f"{checkpoint.path}: is {architecture.name}, a {is_a}; expected a {role.replace('_', ' ')}. "
             "Check which file goes with which option"
         )
-    keys = keys.overridden(options.config, None if role == "language_model" else role)
-    config = architecture.read_config(keys)
-    if unknown := sorted(set(options.config) - keys.asked):
-        read = ", ".join(sorted(keys.asked))
-        raise ConfigError(f"--config {', '.join(unknown)}: {architecture.name} does not read it; read are {read}")
-    return architecture, config, tuple(key for key in keys.assumed if key in keys.asked)
+    config, assumed = read_config(architecture, keys, options.config, None if role == "language_model" else role)
+    return architecture, config, assumed
 
 
 def plan_component(
@@ -147,7 +142,7 @@ def plan_component(
     )
     weights = {name: without_offsets(tensor) for name, tensor in weights.items()}
     if options.pack_ternary:
-        weights = _packed(model, weights)
+        weights = pack_blocks(weights, str(checkpoint.path))
     parts, end = plan_weights(weights, DTYPES[options.dtype], start)
     return Component(
         role,
@@ -220,17 +215,6 @@ def _is_absent(stage: str, needed: Mapping[str, set[str]], tensors: Mapping[str,
     others = set().union(*(names for name, names in needed.items() if name != stage))
     own = needed[stage] - others
     return bool(own) and not own & tensors.keys()
-
-
-def _packed(model: nn.Module, weights: Mapping[str, CheckpointTensor]) -> dict[str, CheckpointTensor]:
-    """``weights`` with the dense matrices of numbered blocks packed, which must be ternary. Raises CheckpointError."""
-    modules = dict(model.named_modules())
-    result = dict(weights)
-    for name, tensor in weights.items():
-        in_block = re.search(r"\.\d+\.", name) is not None and name.endswith(".weight")
-        if in_block and tensor.layout is None and isinstance(modules[name.rpartition(".")[0]], WeightModule):
-            result[name] = pack_ternary(tensor)
-    return result
 
 
 def _quantization(tensors: Iterable[CheckpointTensor]) -> tuple[QuantizationInfo, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,12 @@ def shown(value: object) -> str:
     """A value for a message, cut where it is long."""
     text = repr(value) if not isinstance(value, int) or value.bit_length() < 1000 else "an integer of many digits"
     return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def assumed_note(assumed: Sequence[str], config: Mapping[str, Any]) -> str:
+    """What to say of keys that no file says; ``config`` has their values."""
+    values = ", ".join(f"{key}={config.get(key, 'as built')}" for key in assumed)
+    return f"no config.json says {values}: taken from the published model of these widths. --config sets another"
 
 
 class ConfigKeys:

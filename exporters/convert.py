@@ -7,14 +7,15 @@ sides and has a module of its own. Only ``storage`` asks for rounding.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from intaglio.errors import ConfigError, InputError
-from intaglio.exporters.architecture import Architecture, find_architecture, match_weights, model_tensors
+from intaglio.exporters.architecture import Architecture, find_architecture, match_weights, model_tensors, read_config
 from intaglio.exporters.checkpoints import Checkpoint, CheckpointTensor, open_checkpoint
 from intaglio.exporters.checkpoints.gguf_blocks import DENSE_TYPES, StoredTensor
 from intaglio.exporters.checkpoints.gguf_header import GgufMetadata
@@ -23,7 +24,8 @@ from intaglio.exporters.checkpoints.gguf_writer import GgufTensor, write_gguf
 from intaglio.exporters.checkpoints.mlx import UnresolvedMlxTensor
 from intaglio.exporters.checkpoints.safetensors_writer import SHARD_BYTES, write_file
 from intaglio.exporters.checkpoints.tensors import reorder_rows
-from intaglio.exporters.checkpoints.ternary import GROUP_SIZE, TernaryTensor, pack_ternary, ternary_layout
+from intaglio.exporters.checkpoints.ternary import TernaryTensor, pack_blocks
+from intaglio.exporters.config import assumed_note
 from intaglio.exporters.convert_config import (
     check_gguf_config,
     gguf_architecture,
@@ -87,6 +89,7 @@ class _Job:
 
     checkpoint: Checkpoint
     target: Path
+    overrides: Mapping[str, Any]
     architecture: Architecture | None = None
     tensors: dict[str, tuple[str, CheckpointTensor, str | None]] = field(default_factory=dict)
     metadata: Any = field(default_factory=dict)
@@ -101,6 +104,7 @@ def convert(
     target: str | Path,
     *,
     storage: str | None = None,
+    config: Mapping[str, Any] | None = None,
     pack_ternary: bool = False,
     tokenizer: bool = True,
     overwrite: bool = False,
@@ -117,7 +121,9 @@ def convert(
     F32 there), of all floating-point tensors in folders (F32, F16, BF16). Dense tensors are then rounded or
     quantized, and the report says which; quantized ones become another block type exactly or not at all.
 
-    ``pack_ternary`` packs the dense matrices that are exactly ternary in groups of 128 inputs into two bits.
+    ``config`` overrides or adds configuration keys, of a checkpoint without ``config.json`` for example.
+    ``pack_ternary`` packs the dense matrices of the blocks, which must be exactly ternary in groups of 128 inputs, into
+    two bits.
     ``tokenizer`` false leaves the tokenizer out, ``overwrite`` replaces what is at ``target``, ``shard_bytes`` is the
     size above which a folder gets another shard, ``dry_run`` does everything but write.
 
@@ -125,12 +131,16 @@ def convert(
     or OutputError where a folder cannot be written.
     """
     checkpoint, target = open_checkpoint(source), Path(target)
-    to_gguf = target.suffix == ".gguf"
+    to_gguf, overrides = target.suffix == ".gguf", dict(config or {})
     same_format, flux2 = (checkpoint.format == "gguf") == to_gguf, is_flux2(checkpoint)
     _check_arguments(checkpoint, target, storage, to_gguf=to_gguf, overwrite=overwrite)
     if flux2 and storage is not None and any(isinstance(t, UnresolvedMlxTensor) for t in checkpoint.tensors.values()):
-        checkpoint = resolved_flux2(checkpoint)
-    job = _Job(checkpoint, target)
+        checkpoint = resolved_flux2(checkpoint, overrides)
+    elif same_format and overrides:
+        raise InputError(
+            f"--config {', '.join(overrides)}: within a format the configuration is copied; change the copy's"
+        )
+    job = _Job(checkpoint, target, overrides)
     if pack_ternary:
         _pack(job, storage)
     if same_format:
@@ -190,30 +200,22 @@ def _check_arguments(
 def _pack(job: _Job, storage: str | None) -> None:
     if storage is not None:
         raise InputError(f"--pack-ternary and --type {storage} ask for two things; leave one of them out")
-    checkpoint, tensors = job.checkpoint, dict(job.checkpoint.tensors)
-    dense = {name: t for name, t in tensors.items() if t.dtype is not None and len(t.shape) == 2}
-    for name, tensor in dense.items():
-        layout = ternary_layout(tensor)
-        if layout is not None:
-            tensors[name] = pack_ternary(tensor, layout=layout)
-    packed = sum(isinstance(tensor, TernaryTensor) for tensor in tensors.values())
-    if not packed:
-        if dense:
-            pack_ternary(next(iter(dense.values())))  # raises, saying why
-        raise InputError(f"--pack-ternary: {checkpoint.path} has no dense matrices")
-    if rest := len(dense) - packed:
-        job.notes.append(f"{rest} matrices are not ternary in groups of {GROUP_SIZE} inputs and stay as they are")
-    job.checkpoint = replace(checkpoint, tensors=tensors)
+    checkpoint = job.checkpoint
+    job.checkpoint = replace(checkpoint, tensors=pack_blocks(checkpoint.tensors, str(checkpoint.path)))
 
 
 def _flux2(job: _Job, storage: str | None, *, to_gguf: bool) -> None:
     if to_gguf:
-        job.tensors, job.metadata = flux2_to_gguf(job.checkpoint, storage)
-        return
-    with_config = job.target.suffix != ".safetensors"
-    job.tensors, job.config = flux2_to_safetensors(job.checkpoint, storage, with_config=with_config)
-    packed = any(tensor.layout is not None for _, tensor, _ in job.tensors.values()) and storage is None
-    job.metadata = {"format": "mlx" if packed else "pt"}
+        planned = flux2_to_gguf(job.checkpoint, storage, job.overrides)
+        job.metadata = planned.settings
+    else:
+        with_config = job.target.suffix != ".safetensors"
+        planned = flux2_to_safetensors(job.checkpoint, storage, job.overrides, with_config=with_config)
+        job.config = planned.settings
+        packed = any(tensor.layout is not None for _, tensor, _ in planned.tensors.values()) and storage is None
+        job.metadata = {"format": "mlx" if packed else "pt"}
+    job.tensors = planned.tensors
+    job.notes += planned.notes
 
 
 def _same_format(job: _Job, tokenizer: bool) -> None:
@@ -234,7 +236,9 @@ def _same_format(job: _Job, tokenizer: bool) -> None:
 def _model(job: _Job) -> tuple[Architecture, Any, dict[str, CheckpointTensor], list[str]]:
     checkpoint = job.checkpoint
     architecture, keys = find_architecture(checkpoint)
-    config = architecture.read_config(keys)
+    config, assumed = read_config(architecture, keys, job.overrides)
+    if assumed:
+        job.notes.append(assumed_note(assumed, asdict(config)))
     if checkpoint.format != "gguf":
         carried = {"bos_token_id", "eos_token_id", "pad_token_id"}
         if left := [key for key in untranslated_config(keys) if key not in carried]:

@@ -1,14 +1,18 @@
 """``convert`` for FLUX.2's transformer: published safetensors files, and GGUF files of ``bonsai-image``.
 
 Neither side needs a ``config.json``: sizes follow from the tensors, and from them the widths that tell how an MLX
-matrix is packed. In GGUF the matrices of the blocks are TQ2_0_g128 under the names of their modules; everything else
-is kept as it is. Formats: PrismML's bonsai-image-ternary-4B-mlx-2bit and oxibonsai's converter of it,
-which pads no tensor and writes a name as the quantization version; here both are as GGUF has them.
+matrix is packed; what no tensor tells is known for the published models only, as for an export. In GGUF the matrices of
+the blocks are TQ2_0_g128 under the names of their modules; everything else is kept as it is. Formats: PrismML's
+bonsai-image-ternary-4B-mlx-2bit and oxibonsai's converter of it, which pads no tensor and writes a name as the
+quantization version; here both are as GGUF has them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +20,17 @@ import ml_dtypes
 import numpy as np
 
 from intaglio.errors import ConfigError, InputError, WeightsError
-from intaglio.exporters.architecture import match_weights, model_tensors
+from intaglio.exporters.architecture import find_architecture, match_weights, model_tensors, read_config
 from intaglio.exporters.architectures.flux2 import ARCHITECTURE, Flux2Config
 from intaglio.exporters.checkpoints import Checkpoint, CheckpointTensor
-from intaglio.exporters.checkpoints.flux2_spellings import _GGUF_KEYS, recognize_flux2
+from intaglio.exporters.checkpoints.flux2_spellings import GGUF_IMPLIED, GGUF_KEYS, UNTOLD, recognize_flux2
 from intaglio.exporters.checkpoints.ternary import (
     GROUP_SIZE,
     RescaledTensor,
     TernaryMlxTensor,
-    TernaryTensor,
     pack_ternary,
 )
-from intaglio.exporters.config import ConfigKeys
+from intaglio.exporters.config import assumed_note
 from intaglio.exporters.convert_tensors import FLOATS, FloatTensor
 from intaglio.kernels.grouped_quant import GroupedQuantFormat
 
@@ -35,9 +38,6 @@ _GGUF = ARCHITECTURE.gguf_architectures[0]
 _PACKED = "TQ2_0_g128"
 _TERNARY, _AFFINE = GroupedQuantFormat(2, GROUP_SIZE, 1), GroupedQuantFormat(2, GROUP_SIZE, 0)
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-# What every published FLUX.2 has, and GGUF has no key for.
-_IMPLIED = {"patch_size": 1, "timestep_guidance_channels": 256, "eps": 1e-6}
-_ROPE_THETA = 2000.0
 _BLOCKS = ("transformer_blocks.", "single_transformer_blocks.")
 
 
@@ -48,17 +48,27 @@ def is_flux2(checkpoint: Checkpoint) -> bool:
     return recognize_flux2(checkpoint) is not None
 
 
-def flux2_to_gguf(
-    checkpoint: Checkpoint, storage: str | None
-) -> tuple[dict[str, tuple[str, CheckpointTensor, str | None]], dict[str, Any]]:
-    """What a GGUF file holds: by name the source's name, the tensor and its type; and the metadata.
+@dataclass(frozen=True)
+class Flux2Target:
+    """What is to be written: by name the source's name, the tensor and the type to write it in where it is not its
+    own; the metadata of a GGUF file or the content of ``config.json``, if any; and notes.
+    """
 
-    ``storage`` is the type that plain tensors are rounded to, if any. Raises WeightsError or ConfigError where the
-    tensors are not those of a FLUX.2 transformer, CheckpointError when a matrix is read that is not ternary.
+    tensors: dict[str, tuple[str, CheckpointTensor, str | None]]
+    settings: dict[str, Any] | None
+    notes: list[str]
+
+
+def flux2_to_gguf(checkpoint: Checkpoint, storage: str | None, overrides: Mapping[str, Any]) -> Flux2Target:
+    """A GGUF file.
+
+    ``storage`` is the type that plain tensors are rounded to, if any, ``overrides`` are configuration keys. Raises
+    WeightsError or ConfigError where the tensors are not those of a FLUX.2 transformer or the configuration is not
+    known, CheckpointError when a matrix is read that is not ternary.
     """
     if storage not in (None, "BF16", "F16"):
         raise InputError(f"--type {storage}: a GGUF file of {_GGUF} holds {_PACKED}, and BF16 or F16 for the rest")
-    config, weights = _model(checkpoint)
+    config, weights, notes = _model(checkpoint, overrides)
     tensors: dict[str, tuple[str, CheckpointTensor, str | None]] = {}
     for name in sorted(name for name in weights if _is_ternary(name, weights[name])):
         tensor = _as_ternary(checkpoint.path, name, weights[name])
@@ -66,19 +76,19 @@ def flux2_to_gguf(
     for name in sorted(name for name in weights if not _is_ternary(name, weights[name])):
         tensor = _as_plain(checkpoint.path, name, weights[name], storage)
         tensors[name] = (tensor.name, tensor, tensor.storage)
-    return tensors, _metadata(checkpoint.path, config)
+    return Flux2Target(tensors, _metadata(checkpoint.path, config), notes)
 
 
 def flux2_to_safetensors(
-    checkpoint: Checkpoint, storage: str | None, *, with_config: bool
-) -> tuple[dict[str, tuple[str, CheckpointTensor, str | None]], dict[str, Any] | None]:
-    """The tensors of a GGUF file under diffusers' names, sorted, each with its source's name; and ``config.json``.
+    checkpoint: Checkpoint, storage: str | None, overrides: Mapping[str, Any], *, with_config: bool
+) -> Flux2Target:
+    """The tensors of a GGUF file under diffusers' names, sorted.
 
     Unless ``storage`` asks for a type, ternary matrices get bfloat16 scales as MLX's files have them, exactly or with
-    CheckpointError. Without a config (``with_config`` false) what the tensors do not tell must be as every published
-    FLUX.2 has it. Raises WeightsError or ConfigError.
+    CheckpointError. Without a config (``with_config`` false) a note says what whoever reads the file must be told, or
+    ConfigError is raised where they would take the model for a published one. Raises WeightsError or ConfigError.
     """
-    config, weights = _model(checkpoint)
+    config, weights, notes = _model(checkpoint, overrides)
     tensors: dict[str, tuple[str, CheckpointTensor, str | None]] = {}
     for name, tensor in sorted(weights.items()):
         if tensor.layout is not None and storage is None:
@@ -86,37 +96,39 @@ def flux2_to_safetensors(
             tensor = RescaledTensor(ternary.name, tensor.shape, "ternary", ternary, _BFLOAT16)
         tensors[name] = (tensor.name, tensor, None)
     if with_config:
-        return tensors, _diffusers_config(config)
-    for key, expected in (("rope_theta", _ROPE_THETA), ("axes_dims_rope", _axes(config.attention_head_dim))):
-        if getattr(config, key) != expected:
-            raise ConfigError(
-                f"{checkpoint.path}: {key} is {getattr(config, key)}, not {expected}, which a file without config.json "
-                "cannot say; name a folder"
-            )
-    return tensors, None
+        return Flux2Target(tensors, _diffusers_config(config), notes)
+    return Flux2Target(tensors, None, [*notes, *_lost(checkpoint.path, config, weights)])
 
 
-def resolved_flux2(checkpoint: Checkpoint) -> Checkpoint:
+def resolved_flux2(checkpoint: Checkpoint, overrides: Mapping[str, Any]) -> Checkpoint:
     """The checkpoint under diffusers' names, its MLX matrices with the widths that the other tensors say."""
-    return dataclasses.replace(checkpoint, tensors=_model(checkpoint)[1])
+    return dataclasses.replace(checkpoint, tensors=_model(checkpoint, overrides)[1])
 
 
 # --- tensors ------------------------------------------------------------------------------------------------
 
 
-def _model(checkpoint: Checkpoint) -> tuple[Flux2Config, dict[str, CheckpointTensor]]:
-    """Configuration and tensors under the architecture's names, when they are all there and no others."""
-    config = ARCHITECTURE.read_config(_keys(checkpoint))
-    model = ARCHITECTURE.build(config)
+def _model(
+    checkpoint: Checkpoint, overrides: Mapping[str, Any]
+) -> tuple[Flux2Config, dict[str, CheckpointTensor], list[str]]:
+    """Configuration and tensors under the architecture's names, when they are all there and no others; and notes."""
+    architecture, keys = find_architecture(checkpoint)
+    if architecture is not ARCHITECTURE:
+        raise ConfigError(
+            f"{checkpoint.path}: has the tensors of a FLUX.2 transformer, but its config.json is of "
+            f"{architecture.name}; put the file in a folder of its own"
+        )
+    config, assumed = read_config(architecture, keys, overrides)
+    model = architecture.build(config)
     weights, _ = match_weights(
         model,
         {name for name, _ in model.named_parameters()},
-        model_tensors(checkpoint, ARCHITECTURE, config),
+        model_tensors(checkpoint, architecture, config),
         lambda name: False,
         str(checkpoint.path),
         advice="a conversion would lose them",
     )
-    return config, weights
+    return config, weights, [assumed_note(assumed, dataclasses.asdict(config))] if assumed else []
 
 
 def _is_ternary(name: str, tensor: CheckpointTensor) -> bool:
@@ -141,8 +153,6 @@ def _as_ternary(path: Path, name: str, tensor: CheckpointTensor) -> CheckpointTe
 
 
 def _as_plain(path: Path, name: str, tensor: CheckpointTensor, storage: str | None) -> CheckpointTensor:
-    # Packed because its values happen to be ternary.
-    tensor = tensor.source if isinstance(tensor, TernaryTensor) else tensor
     if storage is not None and tensor.storage in FLOATS and tensor.storage != storage:
         return FloatTensor.of(tensor, storage)
     if tensor.storage not in ("BF16", "F16"):
@@ -156,24 +166,25 @@ def _as_plain(path: Path, name: str, tensor: CheckpointTensor, storage: str | No
 # --- configuration ------------------------------------------------------------------------------------------
 
 
-def _axes(head_dim: int) -> tuple[int, ...]:
-    return (head_dim // 4,) * 4
-
-
-def _keys(checkpoint: Checkpoint) -> ConfigKeys:
-    if checkpoint.format == "gguf":
-        lists = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in checkpoint.metadata.items()}
-        return ARCHITECTURE.gguf_config(dataclasses.replace(checkpoint, metadata=lists))
-    if checkpoint.config.get("_class_name") in ARCHITECTURE.class_names:
-        return ConfigKeys(checkpoint.config, str(checkpoint.path))
-    keys = recognize_flux2(dataclasses.replace(checkpoint, config={}))
-    assert keys is not None, f"{checkpoint.path}: is FLUX.2"
-    untold = {**_IMPLIED, "rope_theta": _ROPE_THETA, "axes_dims_rope": _axes(keys.values.get("attention_head_dim", 0))}
-    return ConfigKeys({**untold, **keys.values}, keys.source)
+def _lost(path: Path, config: Flux2Config, weights: Mapping[str, CheckpointTensor]) -> list[str]:
+    """Notes on what a file of these tensors alone does not say. Raises ConfigError where it says something else."""
+    keys = recognize_flux2(Checkpoint(path, "safetensors", weights, ()))
+    assert keys is not None, f"{path}: is FLUX.2"
+    values = dataclasses.asdict(config) | {"axes_dims_rope": list(config.axes_dims_rope)}
+    for key in keys.assumed:
+        if values[key] != keys.values[key]:
+            raise ConfigError(
+                f"{path}: {key} is {values[key]}, and a file of these widths without config.json means "
+                f"{keys.values[key]}; name a folder"
+            )
+    untold = [
+        f"--config {key}={json.dumps(values[key], separators=(',', ':'))}" for key in UNTOLD if key not in keys.assumed
+    ]
+    return [f"without a config.json whoever reads the file must say {' '.join(untold)}"] if untold else []
 
 
 def _metadata(path: Path, config: Flux2Config) -> dict[str, Any]:
-    implied = {**_IMPLIED, "out_channels": config.in_channels}
+    implied = {**GGUF_IMPLIED, "out_channels": config.in_channels}
     for key, expected in implied.items():
         if getattr(config, key) != expected:
             raise ConfigError(
@@ -187,7 +198,7 @@ def _metadata(path: Path, config: Flux2Config) -> dict[str, Any]:
         "general.architecture": _GGUF,
         "general.name": path.name if path.is_dir() else path.stem,
         "general.quantization_version": 2,
-        **{f"{_GGUF}.{suffix}": values[key] for suffix, key in _GGUF_KEYS.items()},
+        **{f"{_GGUF}.{suffix}": values[key] for suffix, key in GGUF_KEYS.items()},
     }
 
 

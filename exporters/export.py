@@ -122,7 +122,10 @@ def export(
         checkpoint = open_checkpoint(folder)
         roles = find_architecture(checkpoint)[0].roles
         if "language_model" not in roles or any(paths.values()):
-            role = next(role for role in roles if role in paths)
+            role = next((role for role in roles if role in paths), None)
+            if role is None:
+                options_given = ", ".join(f"--{_option(role)}" for role, path in paths.items() if path is not None)
+                raise InputError(f"{options_given} belongs to picture bundles, and {source} is a language model")
             if paths[role] is not None:
                 raise InputError(f"{folder}: is a {role}, and so is {paths[role]}; name one of them")
             paths[role], folder, checkpoint = folder, None, None
@@ -132,8 +135,10 @@ def export(
                 raise InputError(f"--{option} belongs to picture bundles, and {source} is a language model")
         plan = _plan_text(checkpoint, stages, options)
     else:
+        chosen = _stages_by_role(stages)
+        _check_used(chosen, paths, options, {"tokenizer": tokenizer, "text-length": text_length}, is_distilled)
         sources = find_sources(folder, paths, Path(tokenizer) if tokenizer is not None else None)
-        plan = _plan_picture(sources, stages, options, text_length, is_distilled)
+        plan = _plan_picture(sources, chosen, options, text_length, is_distilled)
     if dry_run:
         return _describe(plan, _graphs(plan, taps), {}, Written("0" * 64, 0), {})
     with replaced_folder(target) as partial:
@@ -201,15 +206,14 @@ def _text_tokenizer(checkpoint: Checkpoint) -> TokenizerFiles | None:
 
 def _plan_picture(
     sources: Sources,
-    stages: Sequence[str] | None,
+    chosen: Mapping[str, list[str] | None],
     options: Options,
     text_length: int | None,
     is_distilled: bool | None,
 ) -> _Plan:
     info = text_to_image_info(sources, options.hidden_states, text_length, is_distilled)
-    chosen = _stages_by_role(stages)
     if missing := [role for role in chosen if role not in sources.paths]:
-        flags = ", ".join(f"--{role.replace('_', '-')} PATH" for role in missing)
+        flags = ", ".join(f"--{_option(role)} PATH" for role in missing)
         raise InputError(
             f"a picture bundle needs {', '.join(ROLES['text-to-image'])}; give {flags}, or --stages for a part of it"
         )
@@ -226,13 +230,19 @@ def _plan_picture(
             pack_ternary=options.pack_ternary and role == "transformer",
         )
         found = find_component(checkpoint, role, own)
-        names = ["text_encoder"] if role == "text_encoder" else chosen[role]
+        # By default a language model would be exported to write text.
+        names = chosen[role] or (["text_encoder"] if role == "text_encoder" else None)
         components[role] = plan_component(role, checkpoint, *found, names, own, end)
         end = components[role].end
     encoder = checkpoints.get("text_encoder")
     files = read_tokenizer(sources.tokenizer, encoder) if encoder else None
     check_fit(components, files, info)
     return _Plan("text-to-image", options.dtype, components, files, info)
+
+
+def picture_roles(stages: Sequence[str] | None) -> list[str]:
+    """The components of a picture bundle that ``stages`` ask for; None asks for all. Raises InputError."""
+    return list(_stages_by_role(stages))
 
 
 def _stages_by_role(stages: Sequence[str] | None) -> dict[str, list[str] | None]:
@@ -248,6 +258,32 @@ def _stages_by_role(stages: Sequence[str] | None) -> dict[str, list[str] | None]
         what = f"the stage {unknown[0]!r} is unknown" if chosen else "no stage is chosen"
         raise InputError(f"{what}; a picture bundle has text_encoder, transformer, vae_decoder, vae_encoder")
     return chosen
+
+
+def _check_used(
+    chosen: Mapping[str, Any],
+    paths: Mapping[str, Path | None],
+    options: Options,
+    text: Mapping[str, Any],
+    is_distilled: bool | None,
+) -> None:
+    """Refuses what was asked of a component that is not exported; ``text`` are options of the text encoder."""
+    asked = [(role, f"--{_option(role)} {path}") for role, path in paths.items() if path is not None]
+    asked += [("text_encoder", f"--{name} {value}") for name, value in text.items() if value is not None]
+    asked += [("text_encoder", "--hidden-states")] if options.hidden_states else []
+    asked += [("transformer", "--pack-ternary")] if options.pack_ternary else []
+    asked += [("transformer", "--distilled")] if is_distilled else []
+    asked += [("transformer", "--not-distilled")] if is_distilled is False else []
+    for role, option in asked:
+        if role not in chosen:
+            raise InputError(
+                f"{option}: is for the {role.replace('_', ' ')}, of which --stages chooses nothing; leave it out, or "
+                "add a stage"
+            )
+
+
+def _option(role: str) -> str:
+    return role.replace("_", "-")
 
 
 def _split_config(config: Mapping[str, Any], roles: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

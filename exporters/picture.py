@@ -14,7 +14,7 @@ from intaglio.exporters.checkpoints import Checkpoint, open_checkpoint
 from intaglio.exporters.checkpoints.json_file import read_json
 from intaglio.exporters.components import Component
 from intaglio.exporters.config import ConfigKeys
-from intaglio.exporters.tokenizer import TokenizerFiles, tokenizer_from_directory, tokenizer_from_gguf
+from intaglio.exporters.tokenizer import TOKENIZER_FILES, TokenizerFiles, tokenizer_from_directory, tokenizer_from_gguf
 
 MODEL_INDEX = "model_index.json"
 # Qwen3's hidden states that FLUX.2-klein was trained with, and the length that prompts are padded to, as published in
@@ -62,7 +62,7 @@ def text_to_image_info(
     sources: Sources, hidden_states: tuple[int, ...], text_length: int | None, is_distilled: bool | None
 ) -> TextToImageInfo:
     """What the bundle says beside its graphs: what was asked for, else what ``model_index.json`` says, else what
-    klein's pipeline was published with. Raises ConfigError.
+    klein's pipeline was published with. Raises ConfigError, InputError.
     """
     index = sources.index
     if not hidden_states and index is not None and index.has("text_encoder_out_layers"):
@@ -70,13 +70,15 @@ def text_to_image_info(
         if not isinstance(layers, list) or not layers or not all(type(n) is int and n >= 0 for n in layers):
             raise index.wrong("text_encoder_out_layers", f"is {layers!r}, expected a list of layer numbers")
         hidden_states = tuple(layers)
+    if text_length is not None and text_length < 1:
+        raise InputError(f"the text length is {text_length}, expected at least one token")
     if text_length is None and index is not None and index.has("max_sequence_length"):
         text_length = index.integer("max_sequence_length")
     if is_distilled is None and index is not None and index.has("is_distilled"):
         is_distilled = index.boolean("is_distilled")
     return TextToImageInfo(
         text_encoder_layers=hidden_states or TEXT_ENCODER_LAYERS,
-        text_length=text_length or TEXT_LENGTH,
+        text_length=TEXT_LENGTH if text_length is None else text_length,
         is_distilled=is_distilled,
         shift=_shift(sources.scheduler) if sources.scheduler is not None else None,
     )
@@ -105,9 +107,7 @@ def read_tokenizer(path: Path | None, text_encoder: Checkpoint) -> TokenizerFile
     beside = text_encoder.path if text_encoder.path.is_dir() else text_encoder.path.parent
     where = str(path or (text_encoder.path if text_encoder.format == "gguf" else beside))
     if path is not None:
-        if not path.exists():
-            raise CheckpointError(f"{path}: no such file or folder; expected a tokenizer")
-        files = tokenizer_from_directory(path if path.is_dir() else path.parent)
+        files = tokenizer_from_directory(_tokenizer_folder(path))
     elif text_encoder.format == "gguf":
         files = tokenizer_from_gguf(text_encoder.metadata, str(text_encoder.path))
     else:
@@ -123,6 +123,20 @@ def read_tokenizer(path: Path | None, text_encoder: Checkpoint) -> TokenizerFile
             f"{where}: names no pad_token, which prompts are padded with; add it to tokenizer_config.json"
         )
     return files
+
+
+def _tokenizer_folder(path: Path) -> Path:
+    """The folder of a tokenizer that is named by it or by the file of the two that is read there."""
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or folder; expected a tokenizer")
+    if path.is_dir():
+        return path
+    read = next((name for name in TOKENIZER_FILES if (path.parent / name).is_file()), None)
+    if path.name != read:
+        if path.name in TOKENIZER_FILES:
+            raise InputError(f"{path}: {read} stands beside it and is what is read; name that file or the folder")
+        raise InputError(f"{path}: expected {' or '.join(TOKENIZER_FILES)}, or the folder that holds it")
+    return path.parent
 
 
 def check_fit(components: Mapping[str, Component], tokenizer: TokenizerFiles | None, info: TextToImageInfo) -> None:
@@ -145,10 +159,11 @@ def check_fit(components: Mapping[str, Component], tokenizer: TokenizerFiles | N
                 f"{transformer.checkpoint.path} takes {expected}; they belong to different models"
             )
     if text_encoder and tokenizer:
-        tokens = Tokenizer.from_str(tokenizer.tokenizer_json).get_vocab_size()
-        if tokens > text_encoder.config.vocab_size:
+        # Not how many there are: ids may have gaps.
+        largest = max(Tokenizer.from_str(tokenizer.tokenizer_json).get_vocab().values(), default=0)
+        if largest >= text_encoder.config.vocab_size:
             raise ConfigError(
-                f"the tokenizer has {tokens} tokens, but the embedding of {text_encoder.checkpoint.path} has "
+                f"the tokenizer has token ids up to {largest}, but the embedding of {text_encoder.checkpoint.path} has "
                 f"{text_encoder.config.vocab_size} rows; it is another model's"
             )
         context = text_encoder.config.max_position_embeddings

@@ -4,8 +4,8 @@ What comes out is always the `tokenizer.json` of the `tokenizers` library, so th
 format only.
 """
 
-from intaglio.exporters.tokenizer_directory import tokenizer_from_directory
+from intaglio.exporters.tokenizer_directory import TOKENIZER_FILES, tokenizer_from_directory
 from intaglio.exporters.tokenizer_files import TokenizerFiles
 from intaglio.exporters.tokenizer_gguf import tokenizer_from_gguf
 
-__all__ = ["TokenizerFiles", "tokenizer_from_directory", "tokenizer_from_gguf"]
+__all__ = ["TOKENIZER_FILES", "TokenizerFiles", "tokenizer_from_directory", "tokenizer_from_gguf"]

@@ -11,9 +11,15 @@ from typing import Literal
 from tokenizers import AddedToken, Tokenizer
 
 from intaglio.errors import CheckpointError, ConfigError
+from intaglio.exporters.checkpoints.json_file import read_json
 from intaglio.exporters.tokenizer_files import TokenizerFiles, integer, set_template, shown
 from intaglio.exporters.tokenizer_model_file import read_model_file
 from intaglio.exporters.tokenizer_sentencepiece import sentencepiece_tokenizer
+
+# Of the files that may hold the tokens, the first that is there is read.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+# Vocabularies of 256k tokens with their merges take 33 MB.
+_MAX_TOKENIZER_BYTES = 128 << 20
 
 
 def tokenizer_from_directory(folder: Path) -> TokenizerFiles | None:
@@ -33,7 +39,7 @@ def tokenizer_from_directory(folder: Path) -> TokenizerFiles | None:
     Raises CheckpointError for a damaged file and ConfigError for values that make no sense or contradict each
     other.
     """
-    path, model_path = folder / "tokenizer.json", folder / "tokenizer.model"
+    path, model_path = (folder / name for name in TOKENIZER_FILES)
     config_path = folder / "tokenizer_config.json"
     config = _read_json(config_path)
     special_path = folder / "special_tokens_map.json"
@@ -194,21 +200,13 @@ def _read_text(path: Path) -> str:
 
 def _read_json(path: Path) -> dict[str, object]:
     """The object in a JSON file; an absent file is an empty object."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(_read_text(path))
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path}: not JSON ({error}). Get the file again.") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: holds {shown(content)}; expected a JSON object.")
-    return content
+    return read_json(path) if path.is_file() else {}
 
 
 def _without_padding(path: Path) -> str:
     # Some published files pad every text to a fixed length, or cut it, because that is how the model was last
     # used.
-    content = _read_json(path)
+    content = read_json(path, _MAX_TOKENIZER_BYTES)
     stored = [key for key in ("padding", "truncation") if content.get(key) is not None]
     if not stored:
         return _read_text(path)

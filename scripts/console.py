@@ -26,6 +26,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from intaglio.errors import InputError
 from intaglio.progress import ProgressCallback, ProgressEvent
 
 # stdout carries only the result; everything else goes to stderr.
@@ -44,6 +45,19 @@ class _Stdout(Console):
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but the result and errors.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Config = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="Set or override a configuration key (of a picture bundle transformer.KEY); repeatable.",
+    ),
+]
+PackTernary = Annotated[
+    bool,
+    typer.Option(
+        "--pack-ternary", help="Pack the dense matrices of the blocks into 2 bits, which must be exactly ternary."
+    ),
+]
 Target = Annotated[str, typer.Option(help="What to compile for or run on: cpu.")]
 Threads = Annotated[int, typer.Option(min=0, max=1024, help="Threads to run with; 0 takes one a core.")]
 
@@ -54,6 +68,22 @@ def say(text: str, *, quiet: bool = False) -> None:
         # A model's file may have a say in a message: it gets no control of the terminal.
         plain = "".join(c if (c >= " " and c != "\x7f") or c == "\n" else repr(c)[1:-1] for c in text)
         err.print(plain, markup=False, soft_wrap=True)
+
+
+def settings(texts: Sequence[str] | None) -> dict[str, Any]:
+    """The configuration keys that ``--config KEY=VALUE`` set; values are JSON, or else text. Raises InputError."""
+    result: dict[str, Any] = {}
+    for text in texts or ():
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise InputError(f"--config {text!r}: expected KEY=VALUE")
+        if key in result:
+            raise InputError(f"--config {key} is given twice; expected one value")
+        try:
+            result[key] = json.loads(value)
+        except (ValueError, RecursionError):
+            result[key] = value
+    return result
 
 
 def print_json(content: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import intaglio
-from intaglio.scripts.console import Json, Quiet, print_json, progress_bar, say
+from intaglio.scripts.console import Config, Json, PackTernary, Quiet, print_json, progress_bar, say, settings
 
 
 def convert(
@@ -25,9 +25,8 @@ def convert(
         str | None,
         typer.Option("--type", help="Round to a type: F32, F16, BF16; in GGUF files also Q8_0, Q4_0, Q4_1, …"),
     ] = None,
-    pack_ternary: Annotated[
-        bool, typer.Option("--pack-ternary", help="Pack dense matrices that are exactly ternary into 2 bits.")
-    ] = False,
+    config: Config = None,
+    pack_ternary: PackTernary = False,
     no_tokenizer: Annotated[bool, typer.Option("--no-tokenizer", help="Leave the tokenizer out.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check every value, write nothing.")] = False,
@@ -40,6 +39,7 @@ def convert(
             source,
             target,
             storage=storage,
+            config=settings(config),
             pack_ternary=pack_ternary,
             tokenizer=not no_tokenizer,
             overwrite=overwrite,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +11,8 @@ from dotenv import dotenv_values
 
 import intaglio
 from intaglio.errors import InputError
-from intaglio.scripts.console import Quiet, human_bytes, progress_bar, say
+from intaglio.exporters.config import assumed_note
+from intaglio.scripts.console import Config, PackTernary, Quiet, human_bytes, progress_bar, say, settings
 
 # Where the parts of a picture pipeline are named when the command line does not.
 _VARIABLES = {
@@ -72,15 +72,8 @@ def export(
             "--distilled/--not-distilled", help="Whether the transformer was distilled, so takes no guidance."
         ),
     ] = None,
-    config: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE", help="Set or override a configuration key (of pictures transformer.KEY); repeatable."
-        ),
-    ] = None,
-    pack_ternary: Annotated[
-        bool, typer.Option("--pack-ternary", help="Pack dense weights that are exactly ternary; refuse others.")
-    ] = False,
+    config: Config = None,
+    pack_ternary: PackTernary = False,
     taps: Annotated[bool, typer.Option("--taps", help="Make every named point of the graph an output.")] = False,
     allow_unused: Annotated[
         bool, typer.Option("--allow-unused", help="Go on past tensors that the architecture does not know.")
@@ -92,9 +85,16 @@ def export(
     if len(paths) > 2:
         raise InputError(f"{len(paths)} paths are given; expected [SOURCE] BUNDLE")
     source, bundle = (paths[0] if len(paths) == 2 else None), paths[-1]
+    chosen = stages.split(",") if stages else None
     parts = {"transformer": transformer, "text_encoder": text_encoder, "vae": vae, "tokenizer": tokenizer}
     if source is None:
-        parts = {name: _from_environment(name, path, quiet=quiet) for name, path in parts.items()}
+        # What the chosen stages do not need is not looked for; named on the command line it would be an error.
+        from intaglio.exporters.export import picture_roles  # brings the graph library
+
+        roles = picture_roles(chosen)
+        for name, path in parts.items():
+            if ("text_encoder" if name == "tokenizer" else name) in roles:
+                parts[name] = _from_environment(name, path, quiet=quiet)
         if not any(parts.values()):
             raise InputError(
                 f"only {bundle} is given; name a SOURCE to export from, or --transformer, --text-encoder, --vae and "
@@ -106,11 +106,11 @@ def export(
             bundle,
             **parts,
             dtype=dtype,
-            stages=stages.split(",") if stages else None,
+            stages=chosen,
             hidden_states=_integers(hidden_states),
             text_length=text_length,
             is_distilled=distilled,
-            config=dict(map(_setting, config or [])),
+            config=settings(config),
             pack_ternary=pack_ternary,
             taps=taps,
             allow_unused=allow_unused,
@@ -128,12 +128,7 @@ def export(
         say(f"{flushed} weights are too small for {result.dtype} and became zero", quiet=quiet)
     for component in result.components.values():
         if component.assumed:
-            values = ", ".join(f"{key}={component.config.get(key, 'as built')}" for key in component.assumed)
-            say(
-                f"{component.architecture}: no config.json says {values}: taken from the published model of these "
-                "widths. --config sets another",
-                quiet=quiet,
-            )
+            say(f"{component.architecture}: {assumed_note(component.assumed, component.config)}", quiet=quiet)
         if unused := component.unused_tensors:
             names = ", ".join(unused[:10]) + (", …" if len(unused) > 10 else "")
             say(f"{component.architecture}: not used: {len(unused)} tensors ({names})", quiet=quiet)
@@ -156,13 +151,3 @@ def _integers(text: str | None) -> list[int]:
         return [int(item) for item in text.split(",")] if text else []
     except ValueError as error:
         raise InputError(f"--hidden-states {text!r}: expected layer numbers, comma-separated") from error
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise InputError(f"--config {text!r}: expected KEY=VALUE")
-    try:
-        return key, json.loads(value)
-    except (ValueError, RecursionError):
-        return key, value

@@ -3,14 +3,17 @@
     python tools/make_checkpoint.py pipeline folder                                      # as diffusers saves it
     python tools/make_checkpoint.py transformer packed.safetensors --spelling mlx --size 4B
     python tools/make_checkpoint.py text-encoder folder --spelling mlx --size 4B
+    python tools/make_checkpoint.py text-encoder te.gguf --spelling gguf                 # with its tokenizer
+    python tools/make_checkpoint.py vae ae.safetensors --spelling bfl
 
 The same seed and size give the same model in every spelling: the ternary matrices of the transformer and the 4-bit
 ones of the text encoder have scales of so few digits that their values are exact in bfloat16 too. Every tensor is
 drawn row by row while it is written, so that the memory needed does not grow with the model. Weights are as large as
 those of a trained model, so that all activations are, too.
 
-Names, shapes and settings: diffusers' Flux2KleinPipeline, transformers' Qwen3ForCausalLM, Black Forest Labs'
-reference code (https://github.com/black-forest-labs/flux2), and PrismML's bonsai-image files for the packed ones.
+Names, shapes and settings: diffusers' Flux2KleinPipeline, transformers' Qwen3ForCausalLM, llama.cpp's converter of it,
+Black Forest Labs' reference code (https://github.com/black-forest-labs/flux2), and PrismML's bonsai-image files for the
+packed ones.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,16 +32,23 @@ from typing import Any
 
 import numpy as np
 from klein_sizes import SCHEDULER, SIZES, TINY, Sizes
-from random_tensors import StackedTensor, affine_4bit, normal, ternary
+from random_tensors import ReshapedTensor, StackedTensor, affine_4bit, normal, ternary
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from intaglio.exporters.checkpoints.gguf_writer import GgufTensor, write_gguf
 from intaglio.exporters.checkpoints.safetensors_writer import write_file, write_shards
 from intaglio.exporters.checkpoints.tensors import ArrayTensor, CheckpointTensor, reorder_rows
 from intaglio.exporters.convert_tensors import FloatTensor
+from intaglio.exporters.convert_tokenizer import tokenizer_metadata
+from intaglio.exporters.tokenizer import tokenizer_from_directory
 
 BFL_PREFIX = "model.diffusion_model."
-SPELLINGS = ("diffusers", "bfl", "mlx", "gguf")
+# Of each part, the first by default. Of the rest only diffusers' is published.
+SPELLINGS = {
+    "transformer": ("diffusers", "bfl", "mlx", "gguf"),
+    "text-encoder": ("diffusers", "mlx", "gguf"),
+    "vae": ("diffusers", "bfl"),
+}
 
 Tensors = dict[str, CheckpointTensor]
 
@@ -232,18 +244,68 @@ def text_encoder_tensors(config: Mapping[str, Any], seed: int = 0) -> Tensors:
     return tensors
 
 
+_GGUF_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_GGUF_TOP = {"embed_tokens": "token_embd", "norm": "output_norm"}
+
+
+def _write_qwen3_gguf(target: Path, config: Mapping[str, Any], tensors: Tensors, tokenizer: Path | None) -> None:
+    """As llama.cpp's converter writes it, with matrices of Q4_1: its groups of 32 hold MLX's of 64 exactly."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(folder, tokenizer)
+        files = tokenizer_from_directory(Path(folder))
+        assert files is not None
+        metadata = tokenizer_metadata(files, config["vocab_size"], str(tokenizer or "the tokenizer"))
+    sizes = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "rope.freq_base": float(config["rope_theta"]),
+        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "attention.key_length": config["head_dim"],
+        "attention.value_length": config["head_dim"],
+    }
+    general = {"general.architecture": "qwen3", "general.type": "model", "general.name": target.stem}
+    stored = []
+    for name, tensor in tensors.items():
+        _, *inner = name.removesuffix(".weight").split(".", 3)
+        module = _GGUF_TOP[inner[0]] if len(inner) == 1 else f"blk.{inner[1]}.{_GGUF_LAYER[inner[2]]}"
+        stored.append(GgufTensor(f"{module}.weight", tensor, "Q4_1" if tensor.layout is not None else "F32"))
+    write_gguf(target, general | {f"qwen3.{key}": value for key, value in sizes.items()} | metadata, stored)
+
+
 def write_text_encoder(
-    folder: str | Path,
+    target: str | Path,
     spelling: str = "diffusers",
     sizes: Sizes = TINY,
     seed: int = 0,
     *,
     dtype: str = "BF16",
     config: bool = True,
+    tokenizer: str | Path | None = None,
 ) -> Path:
-    """Writes the text encoder into ``folder``, dense as transformers does or ``mlx``, with its config or without."""
-    folder, content = Path(folder), dict(sizes.text_encoder)
+    """Writes the text encoder to ``target``, a folder: dense as transformers does or ``mlx``, with its config or
+    without; or for ``gguf`` a file, with a tokenizer, that of the folder ``tokenizer`` or the tiny one.
+    """
+    folder, content = Path(target), dict(sizes.text_encoder)
     tensors = text_encoder_tensors(content, seed)
+    if spelling == "gguf":
+        _write_qwen3_gguf(folder, content, tensors, Path(tokenizer) if tokenizer is not None else None)
+        return folder
     folder.mkdir(parents=True, exist_ok=True)
     if spelling == "mlx":
         content |= {"quantization": {"group_size": 64, "bits": 4}, "torch_dtype": "bfloat16"}
@@ -322,18 +384,61 @@ def vae_tensors(config: Mapping[str, Any], seed: int = 0) -> Tensors:
     return tensors
 
 
+_BFL_VAE = (
+    (r"^quant_conv\.", "encoder.quant_conv."),
+    (r"^post_quant_conv\.", "decoder.post_quant_conv."),
+    (r"\.conv_norm_out\.", ".norm_out."),
+    (r"\.down_blocks\.(\d+)\.resnets\.", r".down.\1.block."),
+    (r"\.down_blocks\.(\d+)\.downsamplers\.0\.", r".down.\1.downsample."),
+    (r"\.up_blocks\.(\d+)\.resnets\.", r".up.\1.block."),
+    (r"\.up_blocks\.(\d+)\.upsamplers\.0\.", r".up.\1.upsample."),
+    (r"\.conv_shortcut\.", ".nin_shortcut."),
+    (r"\.mid_block\.resnets\.0\.", ".mid.block_1."),
+    (r"\.mid_block\.resnets\.1\.", ".mid.block_2."),
+    (r"\.mid_block\.attentions\.0\.group_norm\.", ".mid.attn_1.norm."),
+    (r"\.mid_block\.attentions\.0\.to_([qkv])\.", r".mid.attn_1.\1."),
+    (r"\.mid_block\.attentions\.0\.to_out\.0\.", ".mid.attn_1.proj_out."),
+)
+
+
+def bfl_vae_tensors(config: Mapping[str, Any], tensors: Tensors) -> Tensors:
+    """The autoencoder under the names of Black Forest Labs' files: the decoder's blocks are counted from the picture
+    inwards, and projections of the attention are convolutions.
+    """
+    last = len(config["block_out_channels"]) - 1
+    renamed: Tensors = {}
+    for name, tensor in tensors.items():
+        bfl = re.sub(r"\.up_blocks\.(\d+)\.", lambda m: f".up_blocks.{last - int(m[1])}.", name)
+        for pattern, replacement in _BFL_VAE:
+            bfl = re.sub(pattern, replacement, bfl)
+        if ".mid.attn_1." in bfl and len(tensor.shape) == 2:
+            tensor = ReshapedTensor(bfl, (*tensor.shape, 1, 1), tensor.storage, tensor)
+        renamed[bfl] = tensor
+    return renamed
+
+
 def write_vae(
-    folder: str | Path, sizes: Sizes = TINY, seed: int = 0, *, decoder: str = "full", dtype: str = "BF16"
+    target: str | Path,
+    sizes: Sizes = TINY,
+    seed: int = 0,
+    *,
+    spelling: str = "diffusers",
+    decoder: str = "full",
+    dtype: str = "BF16",
 ) -> Path:
-    """Writes the autoencoder into ``folder`` as diffusers does, with its ``full`` or its ``small`` decoder."""
-    folder, config = Path(folder), dict(sizes.vae)
+    """Writes the autoencoder with its ``full`` or its ``small`` decoder to ``target``: a folder as diffusers does, or
+    one file for ``bfl``.
+    """
+    target, config = Path(target), dict(sizes.vae)
     if decoder == "small":
         config["decoder_block_out_channels"] = list(sizes.small_decoder)
-    _write_json(folder / "config.json", config)
-    write_file(
-        folder / "diffusion_pytorch_model.safetensors", dense(vae_tensors(config, seed), dtype), {"format": "pt"}
-    )
-    return folder
+    tensors = dense(vae_tensors(config, seed), dtype)
+    if spelling == "bfl":
+        write_file(target, bfl_vae_tensors(config, tensors))
+        return target
+    _write_json(target / "config.json", config)
+    write_file(target / "diffusion_pytorch_model.safetensors", tensors, {"format": "pt"})
+    return target
 
 
 # --- tokenizer and whole pipeline -----------------------------------------------------------------------------
@@ -441,8 +546,8 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Makes a FLUX.2-klein checkpoint of random weights.")
     parser.add_argument("part", choices=("pipeline", "transformer", "text-encoder", "vae", "tokenizer"))
-    parser.add_argument("target", type=Path, help="a folder; a file for a transformer that is not diffusers'")
-    parser.add_argument("--spelling", choices=SPELLINGS, default="diffusers")
+    parser.add_argument("target", type=Path, help="a folder; a file for bfl, gguf and a transformer's mlx")
+    parser.add_argument("--spelling", choices=SPELLINGS["transformer"], default="diffusers")
     parser.add_argument("--size", choices=sorted(SIZES), default="tiny")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("BF16", "F32"), default="BF16", help="of dense weights")
@@ -451,8 +556,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-config", action="store_true", help="leave the text encoder's config.json out")
     parser.add_argument("--tokenizer", type=Path, help="a folder to copy the tokenizer from")
     options = parser.parse_args(arguments)
-    spellings = {"transformer": SPELLINGS, "text-encoder": ("diffusers", "mlx")}
-    if options.spelling not in spellings.get(options.part, ("diffusers",)):
+    if options.spelling not in SPELLINGS.get(options.part, ("diffusers",)):
         parser.error(f"{options.part} has no spelling {options.spelling}")
     target, sizes, seed, dtype = options.target, SIZES[options.size], options.seed, options.dtype
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -460,9 +564,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prefix = BFL_PREFIX if options.prefix else ""
         write_transformer(target, options.spelling, sizes, seed, dtype=dtype, prefix=prefix)
     elif options.part == "text-encoder":
-        write_text_encoder(target, options.spelling, sizes, seed, dtype=dtype, config=not options.no_config)
+        write_text_encoder(
+            target,
+            options.spelling,
+            sizes,
+            seed,
+            dtype=dtype,
+            config=not options.no_config,
+            tokenizer=options.tokenizer,
+        )
     elif options.part == "vae":
-        write_vae(target, sizes, seed, decoder=options.decoder, dtype=dtype)
+        write_vae(target, sizes, seed, spelling=options.spelling, decoder=options.decoder, dtype=dtype)
     elif options.part == "tokenizer":
         write_tokenizer(target, options.tokenizer)
     else:

@@ -89,6 +89,25 @@ class StackedTensor(CheckpointTensor):
         return _joined(found)
 
 
+@dataclass(frozen=True)
+class ReshapedTensor(CheckpointTensor):
+    """Another dense tensor's rows in another shape."""
+
+    source: CheckpointTensor
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", self.source.dtype)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.source.row_bytes
+
+    def read_rows(self, start: int, stop: int) -> Rows:
+        rows = self.source.read_rows(start, stop)
+        assert isinstance(rows, np.ndarray)
+        return rows.reshape(stop - start, *self.shape[1:])
+
+
 def _cut(rows: Rows, start: int, stop: int) -> Rows:
     if isinstance(rows, np.ndarray):
         return rows[start:stop]

@@ -32,10 +32,11 @@ from intaglio.exporters.checkpoints.flux2_spellings import (
     respell_flux2,
 )
 from intaglio.exporters.config import ConfigKeys
+from intaglio.exporters.layers.activation import silu
 from intaglio.exporters.layers.attention import attention, image_part, merge_heads, text_part
 from intaglio.exporters.layers.dtype import clip_float16
 from intaglio.exporters.layers.linear import Linear
-from intaglio.exporters.layers.mlp import FusedSwiGLU, silu
+from intaglio.exporters.layers.mlp import FusedSwiGLU
 from intaglio.exporters.layers.norm import AdaLayerNormContinuous, PlainLayerNorm, RMSNorm, modulate
 from intaglio.exporters.layers.rotary import MultiAxisRotaryEmbedding, apply_interleaved_rotary
 from intaglio.exporters.layers.taps import tap

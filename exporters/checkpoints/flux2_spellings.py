@@ -68,7 +68,7 @@ _FUSED = {
 _SWAPPED = {"final_layer.adaLN_modulation.1": "norm_out.linear"}
 
 # GGUF key after ``bonsai-image.`` -> published key. The format requires all of them.
-_GGUF_KEYS = {
+GGUF_KEYS = {
     "num_layers": "num_layers",
     "num_single_layers": "num_single_layers",
     "attention.head_count": "num_attention_heads",
@@ -80,9 +80,11 @@ _GGUF_KEYS = {
     "rope.axes_dims": "axes_dims_rope",
     "guidance_embeds": "guidance_embeds",
 }
+# What it has no key for, and every reader takes for granted.
+GGUF_IMPLIED = {"patch_size": 1, "timestep_guidance_channels": 256, "eps": 1e-6}
 # What no tensor tells is the same in all published models: the config.json of black-forest-labs/FLUX.2-dev and
 # FLUX.2-klein-4B, and model.py of github.com/black-forest-labs/flux2.
-_COMMON = {"patch_size": 1, "axes_dims_rope": [32, 32, 32, 32], "rope_theta": 2000, "eps": 1e-6}
+UNTOLD = {"patch_size": 1, "axes_dims_rope": [32, 32, 32, 32], "rope_theta": 2000, "eps": 1e-6}
 _WIDTHS = ("num_layers", "num_single_layers", "num_attention_heads", "joint_attention_dim", "guidance_embeds")
 _SHARED = {
     "attention_head_dim": 128,
@@ -182,7 +184,7 @@ def recognize_flux2(checkpoint: Checkpoint) -> ConfigKeys | None:
     values, assumed = _geometry(tensors), dict[str, Any]()
     for published in _PUBLISHED:
         if all(published[key] == value for key, value in values.items()) and {*_WIDTHS} <= {*values}:
-            assumed = {k: v for k, v in {**published, **_COMMON}.items() if k not in {**values, **checkpoint.config}}
+            assumed = {k: v for k, v in {**published, **UNTOLD}.items() if k not in {**values, **checkpoint.config}}
             break
     source = f"{checkpoint.path} (without a config.json)"
     return ConfigKeys({**values, **assumed, **checkpoint.config}, source, assumed=assumed)
@@ -228,7 +230,7 @@ def flux2_gguf_config(checkpoint: Checkpoint) -> ConfigKeys:
     The format has ten keys; it means a patch size of 1 and an eps of 1e-6. Raises ConfigError.
     """
     source, metadata = str(checkpoint.path), checkpoint.metadata
-    spelling = {published: f"bonsai-image.{key}" for key, published in _GGUF_KEYS.items()}
+    spelling = {published: f"bonsai-image.{key}" for key, published in GGUF_KEYS.items()}
     if missing := [key for key in spelling.values() if key not in metadata]:
         raise ConfigError(
             f"{source}: has no {', '.join(missing)}, which every bonsai-image file has; convert the model again"
@@ -237,7 +239,7 @@ def flux2_gguf_config(checkpoint: Checkpoint) -> ConfigKeys:
     values |= {key: value.tolist() for key, value in values.items() if isinstance(value, np.ndarray)}
     names = {name: flux2_gguf_name(name) or name for name in checkpoint.tensors}
     told = _geometry({_renamed(names[name]): tensor for name, tensor in checkpoint.tensors.items()})
-    keys = ConfigKeys({**values, **told, "patch_size": 1, "eps": 1e-6}, source, spelling)
+    keys = ConfigKeys({**values, **GGUF_IMPLIED, **told}, source, spelling)
     for key in [key for key in values if key in told]:
         # The ratio is stored as float32.
         if not isinstance(values[key], int | float) or not math.isclose(values[key], told[key], rel_tol=1e-6):

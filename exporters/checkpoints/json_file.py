@@ -12,12 +12,12 @@ from intaglio.errors import CheckpointError
 _MAX_BYTES = 16 << 20
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, max_bytes: int = _MAX_BYTES) -> dict[str, Any]:
     """The object in a JSON file. Raises CheckpointError, also for a file too large, or with a key that stands twice."""
     try:
         size = path.stat().st_size
-        if size > _MAX_BYTES:
-            raise CheckpointError(f"{path}: has {size} bytes, expected at most {_MAX_BYTES} of JSON")
+        if size > max_bytes:
+            raise CheckpointError(f"{path}: has {size} bytes, expected at most {max_bytes} of JSON")
         content = json.loads(path.read_bytes(), object_pairs_hook=no_duplicates)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from error

@@ -6,14 +6,15 @@ models trained that way hold the values themselves; MLX's 2-bit files hold biase
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from intaglio.errors import CheckpointError
+from intaglio.errors import CheckpointError, InputError
 from intaglio.exporters.checkpoints.mlx import MlxTensor
 from intaglio.exporters.checkpoints.tensors import CheckpointTensor, QuantizedLayout
 from intaglio.kernels.grouped_quant import GroupedQuantFormat, GroupedQuantRows, pack_codes
@@ -27,10 +28,8 @@ _SCALE_DTYPES = {
     _FLOAT32: (_BFLOAT16, _FLOAT16, _FLOAT32),
 }
 _CHUNK_BYTES = 4 << 20
-
-
-class _NotTernaryError(CheckpointError):
-    pass
+# The first number of a name is its block's; the weight of a module that is itself numbered is in none.
+_IN_BLOCK = re.compile(r"\.\d+\..+\.weight$")
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,10 @@ class TernaryTensor(CheckpointTensor):
 
 @dataclass(frozen=True)
 class TernaryMlxTensor(CheckpointTensor):
-    """A 2-bit MLX matrix with the codes 0, 1, 2 and biases that are minus the scales, as ternary rows.
+    """A 2-bit MLX matrix with the zero point 1 in place of its biases, which must be minus the scales.
 
-    Anything else in it raises CheckpointError, naming row and group, when it is read.
+    ``scale * code - scale`` is ``scale * (code - 1)``: exact for every code, for a 3 too, which types that are
+    ternary refuse. Any other bias raises CheckpointError, naming row and group, when it is read.
     """
 
     source: CheckpointTensor
@@ -76,19 +76,40 @@ class TernaryMlxTensor(CheckpointTensor):
     def read_rows(self, start: int, stop: int) -> GroupedQuantRows:
         rows = self.source.read_rows(start, stop)
         assert isinstance(rows, GroupedQuantRows)
-        groups = rows.codes.reshape(*rows.scales.shape, -1)
-        # Both bits of a code are set: it is 3.
-        threes = (groups & groups >> np.uint8(1) & np.uint8(0x55)).any(axis=-1)
-        _refuse(self.source, threes, start, lambda at: "holds the code 3, expected 0, 1 or 2")
-        scales, biases = rows.scales.astype(np.float32), rows.offsets.astype(np.float32)
-        # A zero may have either sign.
         _refuse(
             self.source,
-            ~(biases == -scales) | ~np.isfinite(scales),
+            _other_than_minus(rows.scales, rows.offsets),
             start,
-            lambda at: f"has the scale {scales[at]} and the bias {biases[at]}, expected minus the scale",
+            lambda at: f"has the scale {rows.scales[at]} and the bias {rows.offsets[at]}, expected minus the scale",
         )
         return GroupedQuantRows(rows.codes, rows.scales, np.zeros((), rows.scales.dtype))
+
+
+def without_offsets(tensor: CheckpointTensor) -> CheckpointTensor:
+    """``tensor`` as a :class:`TernaryMlxTensor` where it is rows of one that can be; else as it is.
+
+    Reads scales and biases of 2-bit MLX matrices.
+    """
+    stored = tensor
+    while not isinstance(stored, MlxTensor):
+        source = getattr(stored, "source", None)
+        if not isinstance(source, CheckpointTensor):
+            return tensor
+        stored = source
+    if stored.bits != 2:
+        return tensor
+    step = max(1, _CHUNK_BYTES // max(1, stored.scales.row_bytes))
+    for start in range(0, stored.row_count, step):
+        stop = min(start + step, stored.row_count)
+        if _other_than_minus(stored.scales.read_rows(start, stop), stored.biases.read_rows(start, stop)).any():
+            return tensor
+    return TernaryMlxTensor(tensor.name, tensor.shape, tensor.storage, tensor)
+
+
+def _other_than_minus(scales: np.ndarray, biases: np.ndarray) -> np.ndarray:
+    """Which groups have a bias that is not minus a finite scale. A zero may have either sign."""
+    scales, biases = scales.astype(np.float32), biases.astype(np.float32)
+    return ~(biases == -scales) | ~np.isfinite(scales)
 
 
 @dataclass(frozen=True)
@@ -114,38 +135,41 @@ class RescaledTensor(CheckpointTensor):
         return _rows(rows.codes, _held(self.source, rows.scales, self.scale_dtype, start))
 
 
-def ternary_layout(tensor: CheckpointTensor, group_size: int = GROUP_SIZE) -> QuantizedLayout | None:
-    """How a dense matrix would be packed, found by reading it once; None where it is not exactly ternary.
+def pack_blocks(tensors: Mapping[str, CheckpointTensor], source: str) -> dict[str, CheckpointTensor]:
+    """``tensors`` with every dense matrix of a numbered block packed; all of them, or an error.
 
-    Packed are float32, float16 and bfloat16 matrices ``[out, in]`` whose width ``group_size`` divides. The scales of
-    16-bit ones keep their type; those of float32 become bfloat16 or float16 if that holds all of them.
+    Such a matrix is the two-axis weight of a module in a block (``layers.3.mlp.up_proj.weight``). Everything outside
+    the blocks stays as it is, even where its values happen to be ternary. Raises CheckpointError where one is not
+    ternary, InputError where there is none, naming ``source``.
     """
-    try:
-        return _layout(tensor, group_size)
-    except _NotTernaryError:
-        return None
+    packed = {
+        name: pack_ternary(tensor)
+        for name, tensor in tensors.items()
+        if _IN_BLOCK.search(name) and tensor.dtype is not None and len(tensor.shape) == 2
+    }
+    if not packed:
+        raise InputError(f"--pack-ternary: {source} has no dense matrices in its blocks; leave the option out")
+    return {**tensors, **packed}
 
 
-def pack_ternary(
-    tensor: CheckpointTensor, group_size: int = GROUP_SIZE, layout: QuantizedLayout | None = None
-) -> CheckpointTensor:
-    """A dense matrix as ternary rows that are packed as they are read: 2-bit codes, one scale a group.
+def pack_ternary(tensor: CheckpointTensor, group_size: int = GROUP_SIZE) -> CheckpointTensor:
+    """A dense matrix ``[out, in]`` as ternary rows that are packed as they are read: 2-bit codes, one scale a group.
 
-    A group of zeros has the scale 0 and the codes 1. With a ``layout`` from :func:`ternary_layout` the matrix is not
-    read before it is needed; otherwise once. Raises CheckpointError naming row, group and values where it is not
-    ternary.
+    Packed are float32, float16 and bfloat16 matrices whose width ``group_size`` divides. The scales of 16-bit ones
+    keep their type; those of float32 become bfloat16 or float16 if that holds all of them, which the matrix is read
+    once to find. A group of zeros has the scale 0 and the codes 1. Raises CheckpointError naming row, group and values
+    where it is not ternary.
     """
-    layout = layout or _layout(tensor, group_size)
-    return TernaryTensor(tensor.name, tensor.shape, "ternary", tensor, layout)
+    return TernaryTensor(tensor.name, tensor.shape, "ternary", tensor, _layout(tensor, group_size))
 
 
 def _layout(tensor: CheckpointTensor, group_size: int) -> QuantizedLayout:
     if tensor.dtype not in _SCALE_DTYPES or len(tensor.shape) != 2:
-        raise _NotTernaryError(
+        raise CheckpointError(
             f"{_where(tensor)}: is {tensor.storage} {list(tensor.shape)}; packed are matrices of F32, F16 or BF16"
         )
     if not tensor.shape[1] or tensor.shape[1] % group_size:
-        raise _NotTernaryError(f"{_where(tensor)}: rows of {tensor.shape[1]} values are no multiple of {group_size}")
+        raise CheckpointError(f"{_where(tensor)}: rows of {tensor.shape[1]} values are no multiple of {group_size}")
     fitting = list(_SCALE_DTYPES[tensor.dtype])
     for first, values in tensor.chunks(_CHUNK_BYTES):
         assert isinstance(values, np.ndarray)
@@ -198,7 +222,7 @@ def _held(tensor: CheckpointTensor, scales: np.ndarray, dtype: np.dtype[Any], fi
 def _refuse(tensor: CheckpointTensor, bad: np.ndarray, first_row: int, why: Callable[[tuple[int, ...]], str]) -> None:
     if bad.any():
         at = tuple(int(i) for i in np.argwhere(bad)[0])
-        raise _NotTernaryError(f"{_where(tensor)}: row {first_row + at[0]}, group {at[1]} {why(at)}")
+        raise CheckpointError(f"{_where(tensor)}: row {first_row + at[0]}, group {at[1]} {why(at)}")
 
 
 def _where(tensor: CheckpointTensor) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnxscript import OpBuilder, nn
 
+from intaglio.exporters.layers.activation import silu
 from intaglio.exporters.layers.conv import Conv2d, upsample_nearest
 from intaglio.exporters.layers.dtype import cast
 from intaglio.exporters.layers.group_norm import GroupNorm
@@ -19,11 +20,6 @@ from intaglio.exporters.layers.taps import tap
 NORM_EPS = 1e-6
 # As many zeros around a picture as a 3x3 kernel reaches beyond it.
 _AROUND = (1, 1, 1, 1)
-
-
-def silu(op: OpBuilder, x: ir.Value) -> ir.Value:
-    """``x * sigmoid(x)``."""
-    return op.Mul(x, op.Sigmoid(x))
 
 
 class ResnetBlock2D(nn.Module):

@@ -5,12 +5,8 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnxscript import OpBuilder, nn
 
+from intaglio.exporters.layers.activation import silu
 from intaglio.exporters.layers.linear import Linear
-
-
-def silu(op: OpBuilder, x: ir.Value) -> ir.Value:
-    """``x * sigmoid(x)``."""
-    return op.Mul(x, op.Sigmoid(x))
 
 
 class SwiGLU(nn.Module):

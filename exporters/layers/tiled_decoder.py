@@ -25,7 +25,7 @@ from onnxscript import OpBuilder, nn
 
 from intaglio.exporters.architecture import Input, Stage
 from intaglio.exporters.bundle import Dim
-from intaglio.exporters.layers.autoencoder import silu
+from intaglio.exporters.layers.activation import silu
 from intaglio.exporters.layers.conv import Conv2d, upsample_nearest
 from intaglio.exporters.layers.group_norm import GroupNorm, group_statistics
 

@@ -8,10 +8,10 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript import OpBuilder, nn
 
+from intaglio.exporters.layers.activation import silu
 from intaglio.exporters.layers.constants import shared_constant
 from intaglio.exporters.layers.dtype import DtypeModule, cast
 from intaglio.exporters.layers.linear import Linear
-from intaglio.exporters.layers.mlp import silu
 
 _MAX_PERIOD = 10000
 

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
+import tiny_checkpoint
 from klein import make_checkpoint as maker
 from measure import intaglio as command_line
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
 
 import intaglio
 from intaglio.errors import CheckpointError, ConfigError, InputError, IntaglioError, OutputError, WeightsError
@@ -40,13 +42,17 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
         maker.write_transformer(folder / spelling / name, spelling, seed=SEED)
     maker.write_text_encoder(folder / "encoder-mlx", "mlx", seed=SEED)
     maker.write_vae(folder / "vae-small", seed=SEED, decoder="small")
+    maker.write_vae(folder / "ae.safetensors", spelling="bfl", seed=SEED)
+    maker.write_text_encoder(folder / "te.gguf", "gguf", seed=SEED)
     return folder
 
 
 def export(sources: Path, bundle: Path, transformer: str | Path | None = None, **options: Any) -> Bundle:
     """The pipeline, with another transformer of ``sources`` (or anywhere) where one is named."""
     parts = {"transformer": sources / transformer} if transformer else {}
-    return intaglio.export(sources / "pipeline", bundle, hidden_states=LAYERS, **parts, **options)
+    if options.get("stages") is None:
+        options["hidden_states"] = LAYERS
+    return intaglio.export(sources / "pipeline", bundle, **parts, **options)
 
 
 def parameters(bundle: Path, stage: str) -> dict[str, np.ndarray]:
@@ -155,6 +161,41 @@ def test_weights_that_are_not_ternary_are_not_packed(sources: Path, tmp_path: Pa
     assert not (tmp_path / "bundle").exists()
 
 
+def test_the_vae_of_black_forest_labs_is_equal_in_every_value(sources: Path, tmp_path: Path) -> None:
+    said = {"vae.norm_num_groups": 8, "vae.batch_norm_eps": 1e-4}
+    stages = ["vae_decoder", "vae_encoder"]
+    with pytest.raises(ConfigError, match=r"--config vae\.norm_num_groups="):
+        export(sources, tmp_path / "bfl", vae=sources / "ae.safetensors", stages=stages)
+    bundles = [
+        export(sources, tmp_path / "bfl", vae=sources / "ae.safetensors", stages=stages, config=said),
+        export(sources, tmp_path / "diffusers", stages=stages),
+    ]
+    assert bundles[0].stages == bundles[1].stages
+    assert bundles[0].weights == bundles[1].weights
+
+
+def test_the_text_encoder_as_gguf_is_equal_in_every_code_and_scale(sources: Path, tmp_path: Path) -> None:
+    """Its groups are half as long as MLX's; the tokenizer comes from the file."""
+    options: dict[str, Any] = {"hidden_states": LAYERS, "stages": ["text_encoder"]}
+    exported = intaglio.export(None, tmp_path / "gguf", text_encoder=sources / "te.gguf", **options)
+    tokenizer = sources / "pipeline" / "tokenizer"
+    encoder = sources / "encoder-mlx"
+    expected = intaglio.export(None, tmp_path / "mlx", text_encoder=encoder, tokenizer=tokenizer, **options)
+    found, mlx = (parameters(tmp_path / name, "text_encoder") for name in ("gguf", "mlx"))
+    assert found.keys() == mlx.keys()
+    assert sum(name.endswith(".codes") for name in mlx) == 1 + 3 * 7
+    for name, array in mlx.items():
+        array = np.repeat(array, 2, axis=1) if name.endswith((".scales", ".offsets")) else array
+        np.testing.assert_array_equal(found[name].astype(np.float32), array.astype(np.float32), err_msg=name)
+    assert exported.tokenizer is not None
+    assert expected.tokenizer is not None
+    for key in ("eos_token_ids", "pad_token_id", "has_chat_template"):
+        assert getattr(exported.tokenizer, key) == getattr(expected.tokenizer, key), key
+    ours, theirs = (Tokenizer.from_file(str(tmp_path / n / "tokenizer" / "tokenizer.json")) for n in ("gguf", "mlx"))
+    text = "<|im_start|>user\na tiny bonsai tree<|im_end|>\n<think>"
+    assert ours.encode(text).ids == theirs.encode(text).ids
+
+
 def test_mlx_text_encoder_and_small_decoder(sources: Path, tmp_path: Path) -> None:
     bundle = intaglio.export(
         None,
@@ -162,7 +203,7 @@ def test_mlx_text_encoder_and_small_decoder(sources: Path, tmp_path: Path) -> No
         transformer=sources / "gguf" / "dit.gguf",
         text_encoder=sources / "encoder-mlx" / "model.safetensors",
         vae=sources / "vae-small",
-        tokenizer=sources / "pipeline" / "tokenizer",
+        tokenizer=sources / "pipeline" / "tokenizer" / "tokenizer.json",
         hidden_states=LAYERS,
         text_length=64,
     )
@@ -182,6 +223,58 @@ def test_stages_ask_for_a_part(sources: Path, tmp_path: Path) -> None:
         intaglio.export(sources / "gguf" / "dit.gguf", tmp_path / "other")
     with pytest.raises(InputError, match="'unet' is unknown"):
         export(sources, tmp_path / "other", stages=["transformer", "unet"])
+    with pytest.raises(InputError, match="'text_encoder_2' is unknown"):
+        intaglio.export(sources / "pipeline", tmp_path / "other", stages=["text_encoder_2"], hidden_states=LAYERS)
+
+
+UNUSED = [
+    ("transformer", {"tokenizer": "tokenizer"}, "--tokenizer .*tokenizer: is for the text encoder"),
+    ("transformer", {"text_encoder": "text_encoder"}, "--text-encoder .*text_encoder: is for the text encoder"),
+    ("transformer", {"text_length": 64}, "--text-length 64: is for the text encoder"),
+    ("vae_decoder", {"hidden_states": LAYERS}, "--hidden-states: is for the text encoder"),
+    ("vae_decoder", {"is_distilled": True}, "--distilled: is for the transformer"),
+    ("vae_decoder", {"is_distilled": False}, "--not-distilled: is for the transformer"),
+    ("vae_decoder", {"pack_ternary": True}, "--pack-ternary: is for the transformer"),
+    ("vae_decoder", {"transformer": "transformer"}, "--transformer .*transformer: is for the transformer"),
+    ("text_encoder", {"vae": "vae", "hidden_states": LAYERS}, "--vae .*vae: is for the vae"),
+    ("text_encoder", {"config": {"vae.act_fn": 1}, "hidden_states": LAYERS}, "a key begins with text_encoder"),
+]
+
+
+@pytest.mark.parametrize(("stage", "options", "message"), UNUSED, ids=[str(i) for i in range(len(UNUSED))])
+def test_options_of_a_component_that_is_not_exported(
+    stage: str, options: dict[str, Any], message: str, sources: Path, tmp_path: Path
+) -> None:
+    """Each is heeded where its component is exported; the part of a directory is no option."""
+    given = {name: sources / "pipeline" / value if isinstance(value, str) else value for name, value in options.items()}
+    with pytest.raises(InputError, match=message):
+        intaglio.export(sources / "pipeline", tmp_path / "bundle", stages=[stage], **given)
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_source_of_a_component_that_is_not_exported(sources: Path, tmp_path: Path) -> None:
+    file, vae = sources / "gguf" / "dit.gguf", sources / "pipeline" / "vae"
+    with pytest.raises(InputError, match=r"dit\.gguf: is for the transformer, of which --stages chooses nothing"):
+        intaglio.export(file, tmp_path / "bundle", vae=vae, stages=["vae_decoder"])
+    tiny_checkpoint.write(tmp_path / "llama")
+    with pytest.raises(InputError, match="--vae belongs to picture bundles, and .*llama is a language model"):
+        intaglio.export(tmp_path / "llama", tmp_path / "bundle", vae=vae)
+
+
+@pytest.mark.parametrize("transformer", ["mlx/packed.safetensors", "gguf/dit.gguf"])
+def test_what_is_packed_is_not_packed_again(transformer: str, sources: Path, tmp_path: Path) -> None:
+    said = SAID if transformer.startswith("mlx") else {}
+    with pytest.raises(InputError, match=r"--pack-ternary: .* has no dense matrices in its blocks; leave the option"):
+        export(sources, tmp_path / "bundle", transformer, config=said, pack_ternary=True)
+
+
+def test_stages_and_the_environment(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the stages do not need is not taken from there, so it is no error either."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".env").write_text("INTAGLIO_TRANSFORMER=/nowhere\nINTAGLIO_TOKENIZER=/nowhere\n")
+    done = command_line("export", "--vae", sources / "vae-small", "bundle", "--stages", "vae_decoder", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "nowhere" not in done.stderr
 
 
 def test_a_decoder_alone_is_exported_without_an_encoder(sources: Path, tmp_path: Path) -> None:
@@ -216,13 +309,34 @@ def other_latents(sources: Path, folder: Path) -> dict[str, Any]:
 
 
 def larger_tokenizer(sources: Path, folder: Path) -> dict[str, Any]:
-    from tokenizers import Tokenizer
-
     maker.write_tokenizer(folder / "tokenizer")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
     tokenizer.add_tokens([f"word{i}" for i in range(20)])
     tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
     return {"tokenizer": folder / "tokenizer"}
+
+
+def sparse_tokenizer(sources: Path, folder: Path) -> dict[str, Any]:
+    """No more tokens than the embedding has rows, but one with an id beyond them."""
+    maker.write_tokenizer(folder / "tokenizer")
+    file = folder / "tokenizer" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"]["ab"] = 400
+    content["model"]["vocab"].pop("~")
+    file.write_text(json.dumps(content))
+    return {"tokenizer": folder / "tokenizer"}
+
+
+def other_file_beside_the_tokenizer(sources: Path, folder: Path) -> dict[str, Any]:
+    maker.write_tokenizer(folder / "tokenizer")
+    (folder / "tokenizer" / "vocab.txt").write_text("a")
+    return {"tokenizer": folder / "tokenizer" / "vocab.txt"}
+
+
+def second_of_two_tokenizers(sources: Path, folder: Path) -> dict[str, Any]:
+    maker.write_tokenizer(folder / "tokenizer")
+    (folder / "tokenizer" / "tokenizer.model").write_text("a")
+    return {"tokenizer": folder / "tokenizer" / "tokenizer.model"}
 
 
 def another_architecture(sources: Path, folder: Path) -> dict[str, Any]:
@@ -247,7 +361,10 @@ def without_template(sources: Path, folder: Path) -> dict[str, Any]:
 MISFITS = [
     (narrow_text_encoder, ConfigError, "2 hidden states of width 128 make a conditioning of 256.*takes 384"),
     (other_latents, ConfigError, "has 64 latent channels.*takes 128"),
-    (larger_tokenizer, ConfigError, "the tokenizer has 281 tokens, but the embedding of .* has 261 rows"),
+    (larger_tokenizer, ConfigError, "the tokenizer has token ids up to 280, but the embedding of .* has 261 rows"),
+    (sparse_tokenizer, ConfigError, "the tokenizer has token ids up to 400, but the embedding of .* has 261 rows"),
+    (other_file_beside_the_tokenizer, InputError, r"vocab.txt: expected tokenizer.json or tokenizer.model, or the f"),
+    (second_of_two_tokenizers, InputError, r"tokenizer.model: tokenizer.json stands beside it and is what is read"),
     (another_architecture, ConfigError, "general.architecture is 'mamba'; built are bonsai-image"),
     (without_template, ConfigError, "has no chat template"),
     (
@@ -259,6 +376,7 @@ MISFITS = [
     (lambda s, f: {"vae": s / "nowhere"}, CheckpointError, "no such file or folder"),
     (lambda s, f: {"tokenizer": s / "nowhere"}, CheckpointError, "no such file or folder; expected a tokenizer"),
     (lambda s, f: {"hidden_states": (1, 2, 9)}, InputError, "layer 9 are asked for; the model has 0 to 4"),
+    (lambda s, f: {"text_length": 0}, InputError, "text length is 0, expected at least one token"),
     (lambda s, f: {"text_length": 50000}, InputError, "text length is 50000, but the text encoder takes at most 40960"),
     (lambda s, f: {"config": {"rope_theta": 1.0}}, InputError, "a key begins with text_encoder., transformer., vae."),
     (lambda s, f: {"config": {"transformer.rope": 1}}, ConfigError, "rope: flux2 does not read it"),
@@ -390,8 +508,14 @@ def test_parts_come_from_the_flag_then_the_environment_then_dotenv(
     done = command_line("export", pipeline, tmp_path / "whole", "--hidden-states", "1,2,3", env=environment)
     assert done.returncode == 0, done.stderr
     assert read_bundle(tmp_path / "whole").components["transformer"].source.format == "safetensors"
-    done = command_line("export", tmp_path / "bundle2", env={k: "" for k in os.environ if k.startswith("INTAGLIO_T")})
+    # Without either, nothing says what to export.
+    (tmp_path / ".env").unlink()
+    silent = {k: "" for k in os.environ if k.startswith("INTAGLIO_") and k != "INTAGLIO_CACHE"}
+    done = command_line("export", tmp_path / "bundle2", env=silent)
     assert done.returncode == 2
+    assert "only " in done.stderr
+    assert "bundle2 is given; name a SOURCE to export from, or --transformer, --text-encoder, --vae" in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"bundle", "whole"}
 
 
 def test_a_folder_that_cannot_be_written(sources: Path, tmp_path: Path) -> None:

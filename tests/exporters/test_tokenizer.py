@@ -501,7 +501,7 @@ def test_directory_affixes_that_agree(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
-@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[1]"])
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[1]", b'{"a": 1, "a": 2}'])
 def test_directory_damaged(directory: Path, name: str, content: bytes) -> None:
     (directory / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):

@@ -1,4 +1,4 @@
-"""Bundles that several comparisons share."""
+"""Bundles and options that several comparisons share."""
 
 from __future__ import annotations
 
@@ -17,3 +17,9 @@ def smollm2(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Smo
     compiled = intaglio("compile", path, "--json")
     assert compiled.returncode == 0, compiled.stderr
     return SmolLM2(path, exported, compiled)
+
+
+@pytest.fixture
+def write_goldens(request: pytest.FixtureRequest) -> bool:
+    """Whether golden files are to be rewritten."""
+    return bool(request.config.getoption("--write-goldens"))

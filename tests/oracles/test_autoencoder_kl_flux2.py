@@ -21,8 +21,10 @@ import torch
 from graph_text import graph_text
 from run_graph import run_tract
 from safetensors.torch import load_file, save_file
-from vae_stages import FULL, SMALL, OrtStage, tiny_vae, write_stages
+from stage_runner import write_stages
+from vae_stages import FULL, SMALL, tiny_vae
 
+from intaglio.engines.references import OnnxruntimeReference
 from intaglio.errors import ConfigError, WeightsError
 from intaglio.exporters.architecture import find_architecture, model_tensors
 from intaglio.exporters.architectures.autoencoder_kl_flux2 import ARCHITECTURE, AutoencoderKLFlux2Config
@@ -56,11 +58,11 @@ class Case:
     name: str
     folder: Path
     oracle: diffusers.AutoencoderKLFlux2
-    loaded: dict[str, OrtStage] = field(default_factory=dict)
+    loaded: dict[str, OnnxruntimeReference] = field(default_factory=dict)
 
-    def stage(self, name: str) -> OrtStage:
+    def stage(self, name: str) -> OnnxruntimeReference:
         if name not in self.loaded:
-            self.loaded[name] = OrtStage(self.folder / "stages" / f"{name}.onnx")
+            self.loaded[name] = OnnxruntimeReference(self.folder / "stages" / f"{name}.onnx")
         return self.loaded[name]
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -203,10 +205,10 @@ def test_float16(small: Case) -> None:
     folder = small.folder / "half"
     write_stages(small.folder / "checkpoint", folder, ["vae_decoder", "vae_encoder"], dtype="float16", taps=True)
     latents, image = small.latents(1, 3, 4), small.image(1, 3, 4)
-    found = OrtStage(folder / "vae_decoder.onnx").run({"latents": latents.astype(np.float16)})
+    found = OnnxruntimeReference(folder / "vae_decoder.onnx").run({"latents": latents.astype(np.float16)})
     assert {value.dtype for value in found.values()} == {np.dtype(np.float16)}
     check(found, decode(small, latents), HALF_BOUND)
-    packed = OrtStage(folder / "vae_encoder.onnx").run({"image": image.astype(np.float16)})
+    packed = OnnxruntimeReference(folder / "vae_encoder.onnx").run({"image": image.astype(np.float16)})
     check(packed, {"latents": encode(small, image)}, HALF_BOUND)
     graph = ir.load(folder / "vae_decoder.onnx").graph
     islands = [node for node in graph if node.op_type == "Softmax"]
@@ -310,7 +312,7 @@ def test_a_decoder_alone_decodes(small: Case, tmp_path: Path) -> None:
     (tmp_path / "checkpoint" / "config.json").write_text(config)
     write_stages(tmp_path / "checkpoint", tmp_path / "stages", ["vae_decoder"])
     latents = small.latents(1, 2, 3)
-    found = OrtStage(tmp_path / "stages" / "vae_decoder.onnx").run({"latents": latents})
+    found = OnnxruntimeReference(tmp_path / "stages" / "vae_decoder.onnx").run({"latents": latents})
     check(found, {"sample": decode(small, latents)["sample"]})
     with pytest.raises(WeightsError, match=r"tensors are missing(.|\n)*encoder\.conv_in\.weight"):
         write_stages(tmp_path / "checkpoint", tmp_path / "stages", ["vae_encoder"])

@@ -25,6 +25,7 @@ from tiny_models import TINY_MODELS
 
 from intaglio.errors import ConfigError, WeightsError
 from intaglio.exporters.architecture import find_architecture, match_weights, model_tensors
+from intaglio.exporters.bundle import WEIGHTS_FILE
 from intaglio.exporters.checkpoints import open_checkpoint
 from intaglio.exporters.graph import stage_parameters
 from intaglio.runtimes.parity import compare
@@ -153,7 +154,7 @@ def test_a_model_saved_without_its_head_is_the_same(case: Case, tmp_path: Path) 
     assert "embed_tokens.weight" in load_file(tmp_path / "bare" / "model.safetensors")
     graph = write_stage(tmp_path / "bare", "text_encoder", tmp_path / "stage", layers=LAYERS)
     assert graph.read_bytes() == case.graph.read_bytes()
-    assert graph.with_suffix(".data").read_bytes() == case.graph.with_suffix(".data").read_bytes()
+    assert graph.with_name(WEIGHTS_FILE).read_bytes() == case.graph.with_name(WEIGHTS_FILE).read_bytes()
     with pytest.raises(WeightsError, match=r"1 of .* missing:\n  lm_head\.weight"):
         write_stage(tmp_path / "bare", "generate", tmp_path / "stage")
 

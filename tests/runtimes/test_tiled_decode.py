@@ -19,8 +19,10 @@ import onnx
 import pytest
 import torch
 from peak_memory import peak_memory
-from vae_stages import FULL, SMALL, OrtStage, tiny_vae, write_stages
+from stage_runner import write_stages
+from vae_stages import FULL, SMALL, tiny_vae
 
+from intaglio.engines.references import OnnxruntimeReference
 from intaglio.errors import CancelledError, InputError
 from intaglio.exporters.architecture import find_architecture
 from intaglio.exporters.checkpoints import open_checkpoint
@@ -44,11 +46,11 @@ class Case:
     config: dict[str, Any]
     folder: Path
     names: list[str]
-    loaded: dict[str, OrtStage] = field(default_factory=dict)
+    loaded: dict[str, OnnxruntimeReference] = field(default_factory=dict)
 
-    def load(self, name: str) -> OrtStage:
+    def load(self, name: str) -> OnnxruntimeReference:
         if name not in self.loaded:
-            self.loaded[name] = OrtStage(self.folder / f"{name}.onnx")
+            self.loaded[name] = OnnxruntimeReference(self.folder / f"{name}.onnx")
         return self.loaded[name]
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
@@ -116,7 +118,7 @@ def test_float16(small: Case, tmp_path: Path) -> None:
     write_stages(checkpoint, tmp_path, [n for n in small.names if n.startswith("vae_tiles")], dtype="float16")
     x = latents(1, 2, 3)
     found = decode_tiled(
-        lambda name: OrtStage(tmp_path / f"{name}.onnx"), small.config, x.astype(np.float16), band_rows=12
+        lambda name: OnnxruntimeReference(tmp_path / f"{name}.onnx"), small.config, x.astype(np.float16), band_rows=12
     )
     assert found.dtype == np.float16
     assert compare("sample", found, small.decode(x)).relative_l2 <= HALF_BOUND

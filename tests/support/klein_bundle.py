@@ -22,8 +22,8 @@ def write_klein(folder: Path, **options: Any) -> Path:
 
 def export_klein(folder: Path, *, taps: bool = True, stages: Sequence[str] | None = STAGES, **options: Any) -> Path:
     """The bundle of ``folder/checkpoint``, compiled for the CPU; the ``options`` are those of an export."""
-    intaglio.export(
-        folder / "checkpoint", folder / "bundle", taps=taps, hidden_states=TINY.layers, stages=stages, **options
-    )
+    if stages is None or "text_encoder" in stages:
+        options["hidden_states"] = TINY.layers
+    intaglio.export(folder / "checkpoint", folder / "bundle", taps=taps, stages=stages, **options)
     intaglio.compile(folder / "bundle")
     return folder / "bundle"

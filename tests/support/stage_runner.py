@@ -1,4 +1,4 @@
-"""One stage of a checkpoint as a portable graph with its weights, and ways to run it, without a bundle."""
+"""Stages of a checkpoint as portable graphs with their weights, and ways to run one, without a bundle."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from run_graph import run_onnxruntime, run_tract
 
 from intaglio.engines import cpu
 from intaglio.exporters.architecture import find_architecture, match_weights, model_tensors
+from intaglio.exporters.bundle import WEIGHTS_FILE
 from intaglio.exporters.checkpoints import open_checkpoint
 from intaglio.exporters.graph import attach_weights, build_graph, quantize_modules, save_graph, stage_parameters
 from intaglio.exporters.layers.dtype import DTYPES, set_dtype
@@ -22,21 +23,22 @@ from intaglio.kernels.cpu.library import library_path
 from intaglio.progress import Progress
 
 
-def write_stage(
+def write_stages(
     checkpoint: Path,
-    name: str,
     folder: Path,
+    names: Sequence[str] | None = None,
     *,
     dtype: str = "float32",
     layers: Sequence[int] = (),
     config: Mapping[str, Any] | None = None,
-    taps: bool = True,
-) -> Path:
-    """Writes the stage ``name`` of the model at ``checkpoint`` and the weights it needs; returns the graph's path."""
+    taps: bool = False,
+) -> list[str]:
+    """Writes stages of the model at ``checkpoint`` (all by default) and their weights; returns their names."""
     opened = open_checkpoint(checkpoint)
     architecture, keys = find_architecture(opened)
     settings = architecture.read_config(keys.overridden(config or {}))
-    stage = architecture.stages(settings, tuple(layers), DTYPES[dtype])[name]
+    stages = architecture.stages(settings, tuple(layers), DTYPES[dtype])
+    chosen = {name: stages[name] for name in names or stages}
 
     def model() -> Any:
         built = architecture.build(settings)
@@ -45,19 +47,27 @@ def write_stage(
 
     weights, _ = match_weights(
         model(),
-        stage_parameters(model(), stage),
+        set().union(*(stage_parameters(model(), stage) for stage in chosen.values())),
         model_tensors(opened, architecture, settings),
         lambda tensor: architecture.unneeded(tensor, settings),
         str(checkpoint),
     )
     plan, size = plan_weights(weights, DTYPES[dtype])
     folder.mkdir(parents=True, exist_ok=True)
-    write_weights(folder / f"{name}.data", weights, plan, size, Progress(None, "weights", size, "bytes"))
-    built = model()
-    quantize_modules(built, weights)
-    graph = build_graph(name, built, stage, with_taps=taps)
-    attach_weights(graph, {part.name: part for parts in plan.values() for part in parts}, f"{name}.data")
-    save_graph(graph, folder / f"{name}.onnx")
+    write_weights(folder / WEIGHTS_FILE, weights, plan, size, Progress(None, "weights", size, "bytes"))
+    parts = {part.name: part for group in plan.values() for part in group}
+    for name, stage in chosen.items():
+        built = model()
+        quantize_modules(built, weights)
+        graph = build_graph(name, built, stage, with_taps=taps)
+        attach_weights(graph, parts, WEIGHTS_FILE)
+        save_graph(graph, folder / f"{name}.onnx")
+    return list(chosen)
+
+
+def write_stage(checkpoint: Path, name: str, folder: Path, *, taps: bool = True, **options: Any) -> Path:
+    """Writes one stage as :func:`write_stages` does, with taps; returns the graph's path."""
+    write_stages(checkpoint, folder, [name], taps=taps, **options)
     return folder / f"{name}.onnx"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import gguf
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -182,6 +183,54 @@ def test_packed_text_encoder_is_the_same_model(tmp_path: Path, folder: Path, con
     np.testing.assert_array_equal(dense, exact.reshape(dense.shape))
 
 
+@pytest.mark.parametrize("decoder", ["full", "small"])
+def test_bfl_vae_is_the_same_model(tmp_path: Path, decoder: str) -> None:
+    """By diffusers' own conversion of these files, which turns the convolutions of the attention into linear layers."""
+    from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
+
+    stored = arrays(maker.write_vae(tmp_path / "ae.safetensors", spelling="bfl", seed=SEED, decoder=decoder))
+    maker.write_vae(tmp_path / "vae", seed=SEED, decoder=decoder)
+    assert stored["decoder.mid.attn_1.q.weight"].shape == (stored["decoder.conv_in.bias"].size,) * 2 + (1, 1)
+    # Which has these two at the top, and does not know the statistics.
+    inner = {"encoder.quant_conv": "quant_conv", "decoder.post_quant_conv": "post_quant_conv"}
+    state, expected = {}, arrays(tmp_path / "vae" / "diffusion_pytorch_model.safetensors")
+    for name, array in stored.items():
+        module, _, part = name.rpartition(".")
+        state[f"{inner.get(module, module)}.{part}"] = torch.from_numpy(array)
+    statistics = {name: array.numpy() for name, array in state.items() if name.startswith("bn.")}
+    converted = convert_ldm_vae_checkpoint(state, dict(maker.TINY.vae))
+    same({name: value.numpy() for name, value in converted.items()} | statistics, expected)
+
+
+def test_gguf_text_encoder_is_the_same_model(tmp_path: Path, folder: Path) -> None:
+    """By the names, keys and unpacking of llama.cpp's package: every value, and the tokenizer."""
+    reader = gguf.GGUFReader(maker.write_text_encoder(tmp_path / "te.gguf", "gguf", seed=SEED))
+    config = maker.TINY.text_encoder
+    expected = arrays(folder / "text_encoder" / "model.safetensors")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
+    spelled = {names.get_name(name, (".weight",)): array for name, array in expected.items()}
+    same({t.name: gguf.dequantize(t.data, t.tensor_type) for t in reader.tensors}, spelled)
+    assert {t.tensor_type.name for t in reader.tensors if len(t.shape) == 2} == {"Q4_1"}
+    keys = gguf.Keys
+    for key, value in (
+        (keys.LLM.BLOCK_COUNT, config["num_hidden_layers"]),
+        (keys.LLM.CONTEXT_LENGTH, config["max_position_embeddings"]),
+        (keys.LLM.EMBEDDING_LENGTH, config["hidden_size"]),
+        (keys.LLM.FEED_FORWARD_LENGTH, config["intermediate_size"]),
+        (keys.Attention.HEAD_COUNT, config["num_attention_heads"]),
+        (keys.Attention.HEAD_COUNT_KV, config["num_key_value_heads"]),
+        (keys.Attention.KEY_LENGTH, config["head_dim"]),
+        (keys.Attention.VALUE_LENGTH, config["head_dim"]),
+        (keys.Attention.LAYERNORM_RMS_EPS, np.float32(config["rms_norm_eps"])),
+        (keys.Rope.FREQ_BASE, config["rope_theta"]),
+    ):
+        assert reader.fields[key.format(arch="qwen3")].contents() == value, key
+    assert reader.fields[keys.General.ARCHITECTURE].contents() == "qwen3"
+    assert reader.fields[keys.Tokenizer.CHAT_TEMPLATE].contents() == maker.CHAT_TEMPLATE
+    ours = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
+    assert reader.fields[keys.Tokenizer.LIST].contents() == ours.convert_ids_to_tokens(range(len(ours)))
+
+
 def test_tokenizer(folder: Path, tmp_path: Path, qwen3_folder: Path) -> None:
     ours = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
     assert len(ours) == maker.TINY.text_encoder["vocab_size"]
@@ -239,6 +288,6 @@ def test_command_line(tmp_path: Path, transformer: dict[str, np.ndarray]) -> Non
     command = [sys.executable, tool, "transformer", str(target), "--spelling", "mlx", "--seed", str(SEED)]
     subprocess.run(command, check=True)
     same(unpacked(target, 2, 128), transformer)
-    refused = subprocess.run([sys.executable, tool, "vae", "x", "--spelling", "bfl"], capture_output=True, check=False)
+    refused = subprocess.run([sys.executable, tool, "vae", "x", "--spelling", "mlx"], capture_output=True, check=False)
     assert refused.returncode == 2
-    assert b"vae has no spelling bfl" in refused.stderr
+    assert b"vae has no spelling mlx" in refused.stderr

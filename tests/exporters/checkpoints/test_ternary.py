@@ -12,13 +12,19 @@ import numpy as np
 import pytest
 from peak_memory import peak_memory
 
-from intaglio.errors import CheckpointError
+from intaglio.errors import CheckpointError, InputError
 from intaglio.exporters.checkpoints import open_checkpoint
 from intaglio.exporters.checkpoints.mlx import MlxTensor
 from intaglio.exporters.checkpoints.safetensors_writer import write_file
-from intaglio.exporters.checkpoints.tensors import ArrayTensor, CheckpointTensor, QuantizedLayout
-from intaglio.exporters.checkpoints.ternary import RescaledTensor, TernaryMlxTensor, pack_ternary, ternary_layout
-from intaglio.kernels.grouped_quant import GroupedQuantFormat, GroupedQuantRows, pack_codes
+from intaglio.exporters.checkpoints.tensors import ArrayTensor, CheckpointTensor, QuantizedLayout, reorder_rows
+from intaglio.exporters.checkpoints.ternary import (
+    RescaledTensor,
+    TernaryMlxTensor,
+    pack_blocks,
+    pack_ternary,
+    without_offsets,
+)
+from intaglio.kernels.grouped_quant import GroupedQuantFormat, GroupedQuantRows, dequantize, pack_codes
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), BFLOAT16]
@@ -51,7 +57,6 @@ def test_codes_and_scales(dtype: Any) -> None:
     np.testing.assert_array_equal(rows.codes, codes.reshape(37, 96))
     np.testing.assert_array_equal(rows.scales, scales.astype(rows.scales.dtype))
     assert not rows.has_offsets
-    assert packed.layout == ternary_layout(tensor(values))
     assert packed.layout is not None
     assert packed.layout.format == GroupedQuantFormat(2, 128, 1)
     assert packed.shape == (37, 384)
@@ -76,10 +81,10 @@ def test_codes_and_scales(dtype: Any) -> None:
 def test_the_narrowest_type_that_holds_all_scales(dtype: Any, scale: float, expected: Any) -> None:
     values = ternary(8, 256, dtype, scale_dtype=np.float16 if dtype == np.float16 else BFLOAT16)[0]
     values[3, 128:] = np.where(np.arange(128) % 3, dtype(scale) if dtype != BFLOAT16 else BFLOAT16.type(scale), 0)
-    layout = ternary_layout(tensor(values))
-    assert layout is not None
-    assert layout.scale_dtype == expected
-    rows = pack_ternary(tensor(values), layout=layout).read()
+    packed = pack_ternary(tensor(values))
+    assert packed.layout is not None
+    assert packed.layout.scale_dtype == expected
+    rows = packed.read()
     assert isinstance(rows, GroupedQuantRows)
     assert rows.scales.dtype == expected
     assert float(rows.scales[3, 1]) == float(values[3, 129])
@@ -90,7 +95,7 @@ def test_scales_that_no_type_of_16_bits_holds_together() -> None:
     # One is too large for float16, another has too many digits for bfloat16.
     values[0, :128], values[1, :128] = 1e6, 1 + 2**-10
     values[0, :128] = np.float32(BFLOAT16.type(1e6))
-    layout = ternary_layout(tensor(values))
+    layout = pack_ternary(tensor(values)).layout
     assert layout is not None
     assert layout.scale_dtype == np.float32
 
@@ -116,7 +121,6 @@ def test_mlx_reads_what_is_written(tmp_path: Path) -> None:
 def test_what_is_not_ternary_is_refused_by_row_and_group(dtype: Any, spoil: float, says: str) -> None:
     values = ternary(3000, 1024, dtype, scale_dtype=np.float16 if dtype == np.float16 else BFLOAT16)[0]
     values[2900, 700] = spoil
-    assert ternary_layout(tensor(values)) is None
     with pytest.raises(CheckpointError, match=rf"a\.weight: row 2900, group 5 {says}"):
         pack_ternary(tensor(values))
 
@@ -125,7 +129,6 @@ def test_what_is_not_ternary_is_refused_by_row_and_group(dtype: Any, spoil: floa
 def test_a_group_of_one_value_that_is_not_finite(value: float) -> None:
     values = ternary(4, 256, np.float32)[0]
     values[3, 128:] = value
-    assert ternary_layout(tensor(values)) is None
     with pytest.raises(CheckpointError, match=r"row 3, group 1 holds (nan|-?inf); expected"):
         pack_ternary(tensor(values))
 
@@ -141,17 +144,32 @@ def test_a_group_of_one_value_that_is_not_finite(value: float) -> None:
     ],
 )
 def test_what_is_no_matrix_of_whole_groups(values: np.ndarray, says: str) -> None:
-    assert ternary_layout(tensor(values)) is None
     with pytest.raises(CheckpointError, match=says):
         pack_ternary(tensor(values))
 
 
 def test_other_group_sizes() -> None:
     values = np.repeat(np.array([[1, 2, 1, 4]], np.float32), 64, axis=1)
-    assert ternary_layout(tensor(values)) is None
     rows = pack_ternary(tensor(values), group_size=64).read()
     assert isinstance(rows, GroupedQuantRows)
     np.testing.assert_array_equal(rows.scales.astype(np.float32), [[1, 2, 1, 4]])
+
+
+def test_blocks_are_packed_all_or_none() -> None:
+    """By the first number in a name, whatever spelling it is; no values outside, no vectors, nothing packed before."""
+    values = ternary(4, 256, np.float32)[0]
+    inside = ["layers.0.q_proj.weight", "blk.11.attn_q.weight", "transformer_blocks.1.attn.to_out.0.weight"]
+    outside = ["embed.weight", "final_layer.adaLN_modulation.1.weight", "layers.0.attn.bias", "layers.0.norm.weight"]
+    tensors = {name: tensor(values if "norm" not in name else values[0], name) for name in inside + outside}
+    packed = pack_blocks(tensors, "model")
+    assert list(packed) == list(tensors)
+    assert [name for name, found in packed.items() if found.layout is not None] == inside
+    assert all(packed[name] is tensors[name] for name in outside)
+    with pytest.raises(InputError, match="--pack-ternary: model has no dense matrices in its blocks"):
+        pack_blocks({**packed, "embed.weight": tensor(values)}, "model")
+    values[2, 130] = 0.3
+    with pytest.raises(CheckpointError, match=r"layers\.0\.q_proj\.weight: row 2, group 1 holds"):
+        pack_blocks(tensors, "model")
 
 
 @dataclass(frozen=True)
@@ -165,14 +183,12 @@ class Counted(ArrayTensor):
         return super().read_rows(start, stop)
 
 
-def test_one_pass_tells_and_a_known_layout_needs_none() -> None:
+def test_a_matrix_is_read_once_to_know_its_layout() -> None:
     values = ternary(6000, 1024, np.float32)[0]
     source = Counted("a.weight", values.shape, "F32", values)
-    layout = ternary_layout(source)
+    packed = pack_ternary(source)
     assert [start for start, _ in source.read_from] == list(range(0, 6000, 1024))
     source.read_from.clear()
-    packed = pack_ternary(source, layout=layout)
-    assert source.read_from == []
     packed.read_rows(7, 9)
     assert source.read_from == [(7, 9)]
 
@@ -237,20 +253,37 @@ def test_mlx_matrices_as_ternary_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"codes": ((4, 130), 3)}, "row 4, group 1 holds the code 3, expected 0, 1 or 2"),
-        ({"codes": ((4, 127), 3)}, "row 4, group 0 holds the code 3, expected 0, 1 or 2"),
         ({"biases": ((2, 1), 0.5)}, r"row 2, group 1 has the scale 0\.\d+ and the bias 0\.5, expected minus the scale"),
         ({"biases": ((0, 0), np.nan)}, "row 0, group 0 has .* bias nan"),
         ({"scales": ((5, 0), np.inf), "biases": ((5, 0), -np.inf)}, "row 5, group 0 has the scale inf"),
     ],
 )
-def test_mlx_matrices_that_are_not_ternary(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+def test_mlx_matrices_with_other_biases(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(CheckpointError, match=rf"a\.safetensors: a\.weight: {says}"):
         as_ternary(mlx_tensor(tmp_path, **changes)).read()
     # Rows are counted from the first of the matrix, not from the first that is read.
     row = int(says.split()[1].rstrip(","))
     with pytest.raises(CheckpointError, match=f"row {row}, "):
         as_ternary(mlx_tensor(tmp_path, **changes)).read_rows(row, row + 1)
+    source = mlx_tensor(tmp_path, **changes)
+    assert without_offsets(source) is source
+
+
+def test_a_zero_point_in_place_of_biases(tmp_path: Path) -> None:
+    """Whatever the codes, of a whole matrix or of some of its rows."""
+    source = mlx_tensor(tmp_path, codes=((4, 130), 3))
+    order = np.array([5, 4, 0])
+    for tensor in (source, reorder_rows(source, order)):
+        found = without_offsets(tensor)
+        assert found == TernaryMlxTensor(tensor.name, tensor.shape, "MLX2", tensor)
+        rows, expected = found.read(), tensor.read()
+        assert isinstance(rows, GroupedQuantRows)
+        assert isinstance(expected, GroupedQuantRows)
+        assert found.layout is not None
+        assert tensor.layout is not None
+        np.testing.assert_array_equal(dequantize(rows, found.layout.format), dequantize(expected, tensor.layout.format))
+    dense = ArrayTensor("b", (2, 128), "F32", np.ones((2, 128), np.float32))
+    assert without_offsets(dense) is dense
 
 
 @pytest.mark.parametrize(
