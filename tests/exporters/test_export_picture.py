@@ -257,7 +257,7 @@ def test_a_source_of_a_component_that_is_not_exported(sources: Path, tmp_path: P
     with pytest.raises(InputError, match=r"dit\.gguf: is for the transformer, of which --stages chooses nothing"):
         intaglio.export(file, tmp_path / "bundle", vae=vae, stages=["vae_decoder"])
     tiny_checkpoint.write(tmp_path / "llama")
-    with pytest.raises(InputError, match="--vae belongs to picture bundles, and .*llama is a language model"):
+    with pytest.raises(InputError, match=r"--vae belongs to picture bundles, and .*llama is a language model"):
         intaglio.export(tmp_path / "llama", tmp_path / "bundle", vae=vae)
 
 
