@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -19,7 +20,10 @@ from intaglio.errors import EngineError, InputError
 from intaglio.exporters.bundle import Dim, StageInfo
 from intaglio.kernels.cpu.library import library_path
 
-_MAX_THREADS = 1024
+# More threads than that wait for each other by turning round and round.
+_MAX_THREADS = max(16, 4 * (os.cpu_count() or 1))
+# What onnxruntime and C++ say.
+_OUT_OF_MEMORY = ("Failed to allocate memory", "bad_alloc")
 # Values that the smallest run may be fed with: a dims table that asks for more lies.
 _MAX_FEED = 1 << 26
 
@@ -41,8 +45,8 @@ class CpuSession:
     ) -> None:
         self.name, self.stage, self.dims = name, stage, dict(dims)
         self._ort = import_onnxruntime()
-        if not 0 <= threads <= _MAX_THREADS:
-            raise InputError(f"threads is {threads}, expected 0 (one a core) to {_MAX_THREADS}")
+        if type(threads) is not int or not 0 <= threads <= _MAX_THREADS:
+            raise InputError(f"threads is {threads!r}, expected 0 (one a core) to {_MAX_THREADS}")
         options = self._ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 4  # its errors come back as exceptions, which we word
@@ -89,6 +93,11 @@ class CpuSession:
             }
             results = self._run(names, values)
         except Exception as error:
+            if any(sign in str(error) for sign in _OUT_OF_MEMORY):
+                raise EngineError(
+                    f"{self.name}: there is not enough memory for these sizes; make them smaller, or give a memory "
+                    "budget, which says what is needed"
+                ) from error
             raise EngineError(f"{self.name}: the run failed: {error}") from error
         return {name: value if name in resident else value.numpy() for name, value in zip(names, results, strict=True)}
 

@@ -64,14 +64,18 @@ def text_to_image_info(
     """What the bundle says beside its graphs: what was asked for, else what ``model_index.json`` says, else what
     klein's pipeline was published with. Raises ConfigError, InputError.
     """
+    if not all(type(layer) is int and 0 <= layer < 2**31 for layer in hidden_states):
+        raise InputError(f"the hidden states are {list(hidden_states)}, expected layer numbers")
+    if text_length is not None and (type(text_length) is not int or not 1 <= text_length <= 2**20):
+        raise InputError(f"the text length is {text_length!r}, expected at least one token, and at most {2**20}")
+    if is_distilled is not None and not isinstance(is_distilled, bool):
+        raise InputError(f"is_distilled is {is_distilled!r}, expected True, False or None")
     index = sources.index
     if not hidden_states and index is not None and index.has("text_encoder_out_layers"):
         layers = index.values["text_encoder_out_layers"]
         if not isinstance(layers, list) or not layers or not all(type(n) is int and n >= 0 for n in layers):
             raise index.wrong("text_encoder_out_layers", f"is {layers!r}, expected a list of layer numbers")
         hidden_states = tuple(layers)
-    if text_length is not None and text_length < 1:
-        raise InputError(f"the text length is {text_length}, expected at least one token")
     if text_length is None and index is not None and index.has("max_sequence_length"):
         text_length = index.integer("max_sequence_length")
     if is_distilled is None and index is not None and index.has("is_distilled"):

@@ -203,9 +203,8 @@ def check_png_path(path: str | os.PathLike[str]) -> None:
     """Raises what `save_png` would for this path, so that it can be known before a picture is made."""
     path = Path(path)
     if path.suffix.lower() != ".png":
-        raise InputError(
-            f"{path}: the suffix is {path.suffix or 'missing'!r}; expected .png, the format that is written"
-        )
+        found = f"the suffix is {path.suffix!r}" if path.suffix else "has no suffix"
+        raise InputError(f"{path}: {found}; expected .png, the format that is written")
     if path.is_dir():
         raise OutputError(f"{path}: it is a folder; expected the name of a file")
     if not path.parent.is_dir():

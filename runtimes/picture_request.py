@@ -273,6 +273,12 @@ def make_request(model: PictureModel, prompt: str | Sequence[str], options: Pict
         raise TypeError(
             f"{unknown[0]} is no option of a picture; there are {', '.join(PictureOptions.__annotations__)}"
         )
+    for name in ("progress", "preview"):
+        if name in given and not callable(given[name]):
+            raise InputError(f"{name} is {given[name]!r}; expected a function")
+    for name in ("truncate", "tiled"):
+        if name in given and not isinstance(given[name], bool):
+            raise InputError(f"{name} is {given[name]!r}; expected True or False")
     copies = integer("num_images_per_prompt", given.get("num_images_per_prompt", 1), 1, 1024)
     prompts = check_texts("prompt", prompt)
     model.check_batch(len(prompts) * copies)
@@ -446,7 +452,7 @@ def _noise(
 def _seeds(seed: int | Sequence[int] | None, pictures: int) -> tuple[int, ...]:
     if seed is None:
         seed = secrets.randbelow(2**31)
-    if isinstance(seed, Sequence) and not isinstance(seed, str):
+    if isinstance(seed, Sequence) and not isinstance(seed, str | bytes):
         if len(seed) != pictures:
             raise InputError(f"there are {len(seed)} seeds for {pictures} pictures; expected one for each")
         return tuple(seed)

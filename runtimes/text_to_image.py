@@ -77,6 +77,8 @@ class TextToImagePipeline:
     def __init__(
         self, engine: Engine, *, threads: int = 0, memory_budget: int | None = None, keep_loaded: bool = True
     ) -> None:
+        if memory_budget is not None and (isinstance(memory_budget, bool) or not isinstance(memory_budget, int)):
+            raise InputError(f"memory_budget is {memory_budget!r}; expected a number of bytes")
         self.engine = engine
         self.model = PictureModel.of(engine.bundle, engine.bundle_path, engine.dims)
         self.memory_budget, self.keep_loaded = memory_budget, keep_loaded

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +23,10 @@ _VARIABLES = {
     "vae": "INTAGLIO_VAE",
     "tokenizer": "INTAGLIO_TOKENIZER",
 }
+
+
+# Python's parser of such files takes minutes for some tens of megabytes.
+_MAX_DOTENV = 1 << 20
 
 
 def _part(what: str, variable: str) -> Any:
@@ -139,11 +145,23 @@ def _from_environment(name: str, path: Path | None, *, quiet: bool) -> Path | No
     if path is not None:
         return path
     variable = _VARIABLES[name]
-    for where, values in (("the environment", os.environ), (".env", dotenv_values(".env"))):
+    for where, values in (("the environment", os.environ), (".env", _dotenv())):
         if value := values.get(variable):
             say(f"{name.replace('_', ' ')}: {value}, as {variable} in {where} says", quiet=quiet)
             return Path(value)
     return None
+
+
+def _dotenv() -> Mapping[str, str | None]:
+    file = Path(".env")
+    if not file.exists():
+        return {}
+    try:
+        if file.stat().st_size > _MAX_DOTENV:
+            raise InputError(f".env: has {file.stat().st_size} bytes, expected at most {_MAX_DOTENV}")
+        return dotenv_values(stream=io.StringIO(file.read_text("utf-8-sig")))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f".env: cannot be read as text ({error}); mend it, or name the parts with options") from error
 
 
 def _integers(text: str | None) -> list[int]:

@@ -71,7 +71,9 @@ def run(
     strength: Annotated[
         float | None, typer.Option(help="Pictures: how much of --image to repaint, above 0 to 1.")
     ] = None,
-    num_images: Annotated[int | None, typer.Option(min=1, help="Pictures: how many (one, or one a seed).")] = None,
+    num_images: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Pictures: how many (one, or one a seed).")
+    ] = None,
     rng: Annotated[
         str | None, typer.Option(help=f"Pictures: whose draw of noise: {', '.join(GENERATORS)} (numpy).")
     ] = None,
@@ -135,7 +137,7 @@ def run(
     target_module(target)
     if paints:
         _refuse(text_options, "paints pictures", "text")
-        targets = check_targets(output, preview, num_images or len(seed or [0]))
+        targets = check_targets(output, preview, num_images or len(seed or [0]), image or [])
         budget = parse_bytes(memory_budget) if memory_budget is not None else None
         options = _given(picture_options)
         if seed:

@@ -25,8 +25,11 @@ _UNITS |= {f"{letter}iB": 1024 ** (i + 1) for i, letter in enumerate("KMGT")}
 _UNITS |= {f"{letter}B": 1000 ** (i + 1) for i, letter in enumerate("kMGT")}
 
 
-def check_targets(output: Path | None, preview: Path | None, pictures: int) -> list[Path]:
-    """The files that ``pictures`` go to, which can be written. Raises InputError, OutputError."""
+def check_targets(output: Path | None, preview: Path | None, pictures: int, sources: Sequence[Path] = ()) -> list[Path]:
+    """The files that ``pictures`` go to, which can be written and are none of ``sources``.
+
+    Raises InputError, OutputError.
+    """
     if output is None:
         raise InputError("this bundle paints pictures; name the PNG to write with -o")
     targets = [output]
@@ -36,6 +39,9 @@ def check_targets(output: Path | None, preview: Path | None, pictures: int) -> l
         check_png_path(path)
     if preview is not None and preview.resolve() in [path.resolve() for path in targets]:
         raise InputError(f"--preview {preview} is the picture's own file; name another")
+    for path in [*targets, *([preview] if preview else [])]:
+        if path.resolve() in [source.resolve() for source in sources]:
+            raise InputError(f"{path}: is one of --image, and would be replaced; name another file to write")
     return targets
 
 

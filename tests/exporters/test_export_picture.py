@@ -377,6 +377,9 @@ MISFITS = [
     (lambda s, f: {"tokenizer": s / "nowhere"}, CheckpointError, "no such file or folder; expected a tokenizer"),
     (lambda s, f: {"hidden_states": (1, 2, 9)}, InputError, "layer 9 are asked for; the model has 0 to 4"),
     (lambda s, f: {"text_length": 0}, InputError, "text length is 0, expected at least one token"),
+    (lambda s, f: {"hidden_states": "1,2"}, InputError, "expected layer numbers"),
+    (lambda s, f: {"text_length": 0}, InputError, "the text length is 0, expected at least one token"),
+    (lambda s, f: {"is_distilled": "x"}, InputError, "is_distilled is 'x', expected True, False or None"),
     (lambda s, f: {"text_length": 50000}, InputError, "text length is 50000, but the text encoder takes at most 40960"),
     (lambda s, f: {"config": {"rope_theta": 1.0}}, InputError, "a key begins with text_encoder., transformer., vae."),
     (lambda s, f: {"config": {"transformer.rope": 1}}, ConfigError, "rope: flux2 does not read it"),
@@ -551,3 +554,15 @@ def test_what_no_file_says_is_that_of_the_published_model_and_said(tmp_path: Pat
         _, config, assumed = find_component(checkpoint, role, Options("float32", config={key: 0.5}))
         assert key not in assumed
         assert getattr(config, key) == 0.5
+
+
+def test_a_dotenv_that_is_no_text_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for content in (b"INTAGLIO_VAE=\xff\n", b"A=1\n" * 300_000):
+        (tmp_path / ".env").write_bytes(content)
+        done = command_line("export", tmp_path / "bundle")
+        assert done.returncode == 2
+        assert "error: .env: " in done.stderr
+    (tmp_path / ".env").unlink()
+    (tmp_path / ".env").mkdir()
+    assert "error: .env: " in command_line("export", tmp_path / "bundle").stderr

@@ -520,3 +520,26 @@ def test_texts_name_the_model(pipe: TextToImagePipeline) -> None:
     # Numbers are whole: what is read back is what was used.
     sigmas = [float(sigma) for sigma in text["sigmas"].split(", ")]
     np.testing.assert_array_equal(np.float32(sigmas), flow_matching.sigmas(2, 6))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"progress": 5}, "progress is 5; expected a function"),
+        ({"preview": "x"}, "preview is 'x'; expected a function"),
+        ({"truncate": "no"}, "truncate is 'no'; expected True or False"),
+        ({"tiled": 1}, "tiled is 1; expected True or False"),
+        ({"seed": b"a"}, "seed is b'a'"),
+        ({"num_images_per_prompt": 10**9}, "num_images_per_prompt is 1000000000"),
+    ],
+)
+def test_options_of_another_type_are_refused(options: dict[str, Any], message: str, pipe: TextToImagePipeline) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        pipe(PROMPT, **SMALL, **options)
+
+
+def test_a_budget_that_is_no_number_is_refused(klein: Path) -> None:
+    with pytest.raises(InputError, match="memory_budget is '4GiB'; expected a number of bytes"):
+        intaglio.load(klein, memory_budget="4GiB")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="threads is 100000, expected 0"):
+        intaglio.load(klein, threads=100000).encode_prompt("a")

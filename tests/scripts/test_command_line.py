@@ -190,7 +190,7 @@ def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys\n"
         "import intaglio.exporters.export as module\n"
-        "from intaglio.scripts.main import main\n"
+        "from intaglio.scripts.entry import main\n"
         "write = module.write_weights\n"
         "def stop(*a):\n    os.kill(os.getpid(), signal.SIGTERM)\n    return write(*a)\n"
         "module.write_weights = stop\n"
