@@ -23,7 +23,8 @@ FileName = Annotated[str, Field(pattern=f"^{_PART}(/{_PART})?$", max_length=200)
 
 
 DtypeName = Annotated[str, Field(pattern="^(b?float16|float32|float64|u?int(8|16|32|64)|bool)$")]
-Size = Annotated[int, Field(ge=0, le=2**31 - 1)]
+_LARGEST_SIZE = 2**31 - 1
+Size = Annotated[int, Field(ge=0, le=_LARGEST_SIZE)]
 # A stage's name becomes a file's.
 Name = Annotated[str, Field(pattern="^[A-Za-z0-9_][A-Za-z0-9_-]*$")]
 
@@ -36,7 +37,7 @@ class Dim(_Schema):
     """Bounds of a named dim. A dependent dim has an ``expression`` of others, which its size must equal."""
 
     min: int = Field(ge=0)
-    max: int = Field(ge=1, le=2**31 - 1)
+    max: int = Field(ge=1)
     opt: int | None = Field(default=None, ge=0)
     multiple_of: int = Field(default=1, ge=1)
     expression: str | None = None
@@ -188,8 +189,10 @@ class Bundle(_Schema):
             for tensor in stage.inputs:
                 if unknown := [n for n in tensor.shape if isinstance(n, str) and n not in self.dims]:
                     raise ValueError(f"{name}: the input {tensor.name} has the dim {unknown[0]!r}, which dims lacks")
-        for name in self.dims:
+        for name, dim in self.dims.items():
             _check_expression(name, self.dims)
+            if dim.max > _LARGEST_SIZE:  # only a model that others wrote has dims without an end
+                raise ValueError(f"dims.{name}.max is {dim.max}, expected at most {_LARGEST_SIZE}")
         if self.kind == "text-to-image":
             check_picture(self)
         return self

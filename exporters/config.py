@@ -74,7 +74,9 @@ class ConfigKeys:
     def overridden(self, values: Mapping[str, Any], component: str | None = None) -> ConfigKeys:
         """These keys, of ``component``, with ``values`` added or put in place of what the file says."""
         left = [key for key in self.assumed if key not in values]
-        return ConfigKeys({**self.values, **values}, self.source, self._spelling, self._parent, component, left)
+        keys = ConfigKeys({**self.values, **values}, self.source, self._spelling, self._parent, component, left)
+        keys.asked = self.asked  # what is asked of the one is asked of the other
+        return keys
 
     def only(self, *known: str) -> None:
         """Refuses any key but ``known``, since an unknown one may change the arithmetic."""
