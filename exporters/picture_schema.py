@@ -45,16 +45,12 @@ class _Vae(_Keys):
 
 
 _KEYS: dict[str, type[_Keys]] = {"text_encoder": _TextEncoder, "transformer": _Transformer, "vae": _Vae}
-# Of each stage that a pipeline runs: its component, inputs and outputs. A graph with taps has more outputs.
-_STAGES: dict[str, tuple[str, set[str], str]] = {
-    "text_encoder": ("text_encoder", {"input_ids", "attention_mask"}, "prompt_embeds"),
-    "transformer": (
-        "transformer",
-        {"hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids"},
-        "noise_pred",
-    ),
-    "vae_decoder": ("vae", {"latents"}, "sample"),
-    "vae_encoder": ("vae", {"image"}, "latents"),
+# Of each stage that a pipeline runs: its inputs and its output. A graph with taps has more outputs.
+_STAGES: dict[str, tuple[set[str], str]] = {
+    "text_encoder": ({"input_ids", "attention_mask"}, "prompt_embeds"),
+    "transformer": ({"hidden_states", "encoder_hidden_states", "timestep", "img_ids", "txt_ids"}, "noise_pred"),
+    "vae_decoder": ({"latents"}, "sample"),
+    "vae_encoder": ({"image"}, "latents"),
 }
 
 
@@ -94,7 +90,7 @@ def _read(role: str, config: dict[str, object]) -> _Keys:
 
 
 def _check_stage(name: str, stage: StageInfo, keys: _Keys) -> None:
-    _, inputs, output = _STAGES[name]
+    inputs, output = _STAGES[name]
     expected = inputs | {"guidance"} if isinstance(keys, _Transformer) and keys.guidance_embeds else inputs
     if (found := {tensor.name for tensor in stage.inputs}) != expected:
         raise ValueError(f"stages.{name} has the inputs {sorted(found)}, expected {sorted(expected)}")

@@ -348,7 +348,6 @@ class TextToImagePipeline:
 
     def _session(self, stage: str) -> Any:
         if stage not in self._sessions:
-            check_stages(self.engine.bundle, self.engine.bundle_path, [stage])
             with self._timed("load"), self._holding(stage):
                 self._sessions[stage] = self.engine.load(stage, threads=self._threads)
         return self._sessions[stage]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -98,9 +98,9 @@ def export(
         from intaglio.exporters.export import picture_roles  # brings the graph library
 
         roles = picture_roles(chosen)
-        for name, path in parts.items():
-            if ("text_encoder" if name == "tokenizer" else name) in roles:
-                parts[name] = _from_environment(name, path, quiet=quiet)
+        unnamed = [name for name, path in parts.items() if path is None]
+        wanted = [name for name in unnamed if ("text_encoder" if name == "tokenizer" else name) in roles]
+        parts |= _from_environment(wanted, quiet=quiet)
         if not any(parts.values()):
             raise InputError(
                 f"only {bundle} is given; name a SOURCE to export from, or --transformer, --text-encoder, --vae and "
@@ -140,16 +140,17 @@ def export(
             say(f"{component.architecture}: not used: {len(unused)} tensors ({names})", quiet=quiet)
 
 
-def _from_environment(name: str, path: Path | None, *, quiet: bool) -> Path | None:
-    """``path``, else what the environment says, else what ``.env`` in the working folder says."""
-    if path is not None:
-        return path
-    variable = _VARIABLES[name]
-    for where, values in (("the environment", os.environ), (".env", _dotenv())):
-        if value := values.get(variable):
+def _from_environment(names: Sequence[str], *, quiet: bool) -> dict[str, Path]:
+    """What the environment says of the parts ``names``, else what ``.env`` in the working folder says."""
+    found = {}
+    sources = (("the environment", os.environ), (".env", _dotenv())) if names else ()
+    for name in names:
+        variable = _VARIABLES[name]
+        where, value = next(((where, text) for where, values in sources if (text := values.get(variable))), ("", None))
+        if value:
             say(f"{name.replace('_', ' ')}: {value}, as {variable} in {where} says", quiet=quiet)
-            return Path(value)
-    return None
+            found[name] = Path(value)
+    return found
 
 
 def _dotenv() -> Mapping[str, str | None]:

@@ -35,12 +35,14 @@ def check_targets(output: Path | None, preview: Path | None, pictures: int, sour
     targets = [output]
     if pictures > 1:
         targets = [output.with_name(f"{output.stem}-{i + 1}{output.suffix}") for i in range(pictures)]
-    for path in [*targets, *([preview] if preview else [])]:
+    written = [*targets, *([preview] if preview else [])]
+    for path in written:
         check_png_path(path)
     if preview is not None and preview.resolve() in [path.resolve() for path in targets]:
         raise InputError(f"--preview {preview} is the picture's own file; name another")
-    for path in [*targets, *([preview] if preview else [])]:
-        if path.resolve() in [source.resolve() for source in sources]:
+    read = {source.resolve() for source in sources}
+    for path in written:
+        if path.resolve() in read:
             raise InputError(f"{path}: is one of --image, and would be replaced; name another file to write")
     return targets
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from intaglio.errors import CancelledError
 
 
@@ -37,6 +39,5 @@ class Progress:
         if self._callback is None:
             return
         answer = self._callback(ProgressEvent(self._task, self._done, self._total, self._unit))
-        # By type and value, not by identity: 0 and None go on.
-        if type(answer).__name__ in ("bool", "bool_") and not answer:
+        if isinstance(answer, bool | np.bool_) and not answer:  # 0 and None go on
             raise CancelledError(f"{self._task}: cancelled after {self._done} of {self._total} {self._unit}")

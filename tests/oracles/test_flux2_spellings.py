@@ -6,7 +6,6 @@ What is quantized is compared with diffusers running the weights that the file h
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from diffusers import Flux2Transformer2DModel
 from flux2_models import SETTINGS, TERNARY, check, feeds, run_oracle, tiny_model
 from safetensors.torch import save_file
+from sparse_checkpoint import write_sparse
 from stage_runner import RUNNERS, check_golden, run_lowered, write_stage
 
 from intaglio.errors import ConfigError, WeightsError
@@ -324,28 +324,9 @@ def sparse_file(file: Path, config: dict[str, Any], *, packed: bool) -> None:
     """The tensors of a model of full size: a true header over a hole. ``packed`` as MLX packs block matrices."""
     with torch.device("meta"):
         model = Flux2Transformer2DModel(**config)
-    header: dict[str, Any] = {}
-    end = 0
-
-    def add(name: str, dtype: str, *shape: int) -> None:
-        nonlocal end
-        size = {"BF16": 2, "U32": 4}[dtype] * int(np.prod(shape))
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}
-        end += size
-
-    for name, parameter in model.named_parameters():
-        if packed and "transformer_blocks." in name and parameter.ndim == 2:
-            rows, columns = parameter.shape
-            module = name.removesuffix(".weight")
-            add(name, "U32", rows, columns // 16)
-            add(f"{module}.scales", "BF16", rows, columns // 128)
-            add(f"{module}.biases", "BF16", rows, columns // 128)
-        else:
-            add(name, "BF16", *parameter.shape)
-    raw = json.dumps(header).encode()
-    with file.open("wb") as out:
-        out.write(len(raw).to_bytes(8, "little") + raw)
-        out.truncate(8 + len(raw) + end)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    matrices = [name for name, shape in shapes.items() if "transformer_blocks." in name and len(shape) == 2]
+    write_sparse(file, shapes, packed=matrices if packed else (), bits=2, group_size=128)
 
 
 @pytest.mark.parametrize("packed", [False, True])

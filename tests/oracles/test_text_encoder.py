@@ -20,6 +20,7 @@ import transformers
 from mlx_files import dequantized, quantize_folder
 from run_graph import run_onnxruntime
 from safetensors.torch import load_file, save_file
+from sparse_checkpoint import write_sparse
 from stage_runner import RUNNERS, check_golden, run_lowered, write_stage
 from tiny_models import TINY_MODELS
 
@@ -212,28 +213,9 @@ def sparse_file(file: Path, config: transformers.Qwen3Config, prefix: str, *, pa
     """The tensors of a model of full size: a true header over a hole. ``packed`` as MLX packs 4 bits."""
     with torch.device("meta"):
         model = transformers.Qwen3Model(config)
-    header: dict[str, Any] = {}
-    end = 0
-
-    def add(name: str, dtype: str, *shape: int) -> None:
-        nonlocal end
-        size = {"BF16": 2, "U32": 4}[dtype] * int(np.prod(shape))
-        header[f"{prefix}{name}"] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}
-        end += size
-
-    for name, parameter in model.named_parameters():
-        if packed and parameter.ndim == 2:
-            rows, columns = parameter.shape
-            module = name.removesuffix(".weight")
-            add(name, "U32", rows, columns // 8)
-            add(f"{module}.scales", "BF16", rows, columns // 64)
-            add(f"{module}.biases", "BF16", rows, columns // 64)
-        else:
-            add(name, "BF16", *parameter.shape)
-    raw = json.dumps(header).encode()
-    with file.open("wb") as out:
-        out.write(len(raw).to_bytes(8, "little") + raw)
-        out.truncate(8 + len(raw) + end)
+    shapes = {f"{prefix}{name}": parameter.shape for name, parameter in model.named_parameters()}
+    matrices = [name for name, shape in shapes.items() if len(shape) == 2]
+    write_sparse(file, shapes, packed=matrices if packed else ())
 
 
 def qwen3_config(hidden_size: int, intermediate_size: int) -> transformers.Qwen3Config:
