@@ -1,10 +1,9 @@
-// What both regimes are made of. Compiled once for each instruction set, hence the namespace without a
-// name. No templates of the standard library here: the linker keeps one copy of each, and must not keep
-// one that needs more than the machine has.
+// What the exact kernels of both regimes are made of. Compiled once for each instruction set (for_isa.h).
 #pragma once
 
 #include <cstring>
 
+#include "for_isa.h"
 #include "grouped_quant_matmul.h"
 
 #if defined(__SSE2__)

@@ -1,5 +1,4 @@
-// The arithmetic of one part of a product, compiled once for each instruction set under the name
-// INTAGLIO_COMPUTE_BLOCK: the regime of few rows.
+// The arithmetic of one part of a product, compiled once for each instruction set: the regime of few rows.
 
 #include "grouped_quant_arithmetic.h"
 
@@ -202,7 +201,7 @@ constexpr std::size_t kWidth = 4, kRows = 2;
 
 }  // namespace
 
-void INTAGLIO_COMPUTE_BLOCK(const GroupedQuantMatMul& product, const OutputBlock& part) noexcept {
+void INTAGLIO_FOR_ISA(compute_block)(const GroupedQuantMatMul& product, const OutputBlock& part) noexcept {
     if (product.bits == 2) compute_block<kWidth, kRows, 2>(product, part);
     if (product.bits == 4) compute_block<kWidth, kRows, 4>(product, part);
     if (product.bits == 8) compute_block<kWidth, kRows, 8>(product, part);

@@ -30,26 +30,19 @@ float* thread_panel() noexcept {
     return panel ? panel->values : nullptr;
 }
 
-}  // namespace
+// What the exact kernels are compiled for.
+enum class Level { kPortable, kAvx2, kAvx512 };
 
-InstructionSet best_instruction_set() {
-#if INTAGLIO_HAS_avx512 || INTAGLIO_HAS_avx2
-    // Usually done by a constructor of the compiler's own library, which not every toolchain links.
-    __builtin_cpu_init();
-#endif
-#if INTAGLIO_HAS_avx512
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma"))
-        return InstructionSet::kAvx512;
-#endif
-#if INTAGLIO_HAS_avx2
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return InstructionSet::kAvx2;
-#endif
-    return InstructionSet::kPortable;
+Level level_of(InstructionSet set) {
+    if (set >= InstructionSet::kAvx512) return Level::kAvx512;
+    if (set >= InstructionSet::kAvx2) return Level::kAvx2;
+    return Level::kPortable;
 }
 
-Partition::Partition(const GroupedQuantMatMul& product)
-    : product_(product), has_many_rows_(product.M >= kManyRows) {
+}  // namespace
+
+Partition::Partition(const GroupedQuantMatMul& product, InstructionSet set)
+    : product_(product), set_(set), has_many_rows_(product.M >= kManyRows) {
     // About this many multiplications make a part: enough to pay for handing it over, and few enough
     // for the threads to end together.
     constexpr std::size_t work = std::size_t{1} << 19;
@@ -70,7 +63,7 @@ Partition::Partition(const GroupedQuantMatMul& product)
     is_small_ = product.M * product.N * product.K < work / 8;
 }
 
-void Partition::compute(InstructionSet set, std::size_t part) const noexcept {
+void Partition::compute(std::size_t, std::size_t part, std::byte*) const noexcept {
     const GroupedQuantMatMul& p = product_;
     OutputBlock block{};
     block.row = part / column_parts_ * rows_;
@@ -79,15 +72,16 @@ void Partition::compute(InstructionSet set, std::size_t part) const noexcept {
     block.column_end = std::min(block.column + columns_, p.N);
     // Without memory for a panel the other regime computes the same, but slower.
     float* panel = has_many_rows_ ? thread_panel() : nullptr;
+    const Level level = level_of(set_);
 #if INTAGLIO_HAS_avx512
-    if (set == InstructionSet::kAvx512)
+    if (level == Level::kAvx512)
         return panel ? compute_panel_avx512(p, block, panel) : compute_block_avx512(p, block);
 #endif
 #if INTAGLIO_HAS_avx2
-    if (set == InstructionSet::kAvx2)
+    if (level == Level::kAvx2)
         return panel ? compute_panel_avx2(p, block, panel) : compute_block_avx2(p, block);
 #endif
-    (void)set;
+    (void)level;
     return panel ? compute_panel_portable(p, block, panel) : compute_block_portable(p, block);
 }
 

@@ -10,6 +10,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "instruction_set.h"
+#include "parallel_work.h"
+
 namespace intaglio {
 
 enum class ScaleType { kFloat16, kBfloat16, kFloat32 };
@@ -49,24 +52,19 @@ void compute_panel_portable(const GroupedQuantMatMul& product, const OutputBlock
 void compute_panel_avx2(const GroupedQuantMatMul& product, const OutputBlock& block, float* panel) noexcept;
 void compute_panel_avx512(const GroupedQuantMatMul& product, const OutputBlock& block, float* panel) noexcept;
 
-enum class InstructionSet { kPortable, kAvx2, kAvx512 };
-
-// The best that this build and this machine have.
-InstructionSet best_instruction_set();
-
 // A product cut into parts that may be computed in any order and at the same time.
-class Partition {
+class Partition final : public ParallelWork {
    public:
-    explicit Partition(const GroupedQuantMatMul& product);
+    // The machine must have `set`.
+    Partition(const GroupedQuantMatMul& product, InstructionSet set);
 
-    std::size_t parts() const { return row_parts_ * column_parts_; }
-    // Whether handing parts to other threads costs more than it saves.
-    bool is_small() const { return is_small_; }
-    // `set` must not be beyond best_instruction_set().
-    void compute(InstructionSet set, std::size_t part) const noexcept;
+    std::size_t parts(std::size_t) const override { return row_parts_ * column_parts_; }
+    bool is_small() const override { return is_small_; }
+    void compute(std::size_t phase, std::size_t part, std::byte* scratch) const noexcept override;
 
    private:
     const GroupedQuantMatMul& product_;
+    InstructionSet set_;
     bool has_many_rows_;
     std::size_t rows_, columns_, row_parts_, column_parts_;
     bool is_small_;

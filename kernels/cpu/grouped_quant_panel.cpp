@@ -1,5 +1,4 @@
-// The arithmetic of one part of a product, compiled once for each instruction set under the name
-// INTAGLIO_COMPUTE_PANEL: the regime of many rows.
+// The arithmetic of one part of a product, compiled once for each instruction set: the regime of many rows.
 //
 // A panel of the weight is decoded to float32, and every row of x of the part meets it in the cache. One
 // output is the sum of its products in the order of the inputs, kPanelInputs at a time, fused where the
@@ -321,7 +320,7 @@ INTAGLIO_INLINE void compute_panel(const GroupedQuantMatMul& p, const OutputBloc
 
 }  // namespace
 
-void INTAGLIO_COMPUTE_PANEL(const GroupedQuantMatMul& product, const OutputBlock& part,
+void INTAGLIO_FOR_ISA(compute_panel)(const GroupedQuantMatMul& product, const OutputBlock& part,
                             float* panel) noexcept {
     if (product.bits == 2) compute_panel<2>(product, part, panel);
     if (product.bits == 4) compute_panel<4>(product, part, panel);

@@ -37,7 +37,7 @@ struct Value;
 
 enum class ErrorCode : int { kFail = 1, kInvalidArgument = 2, kNotImplemented = 9 };
 
-enum class ElementType : int { kOpen = 0, kFloat = 1, kUint8 = 2, kFloat16 = 10, kBfloat16 = 16 };
+enum class ElementType : int { kOpen = 0, kFloat = 1, kUint8 = 2, kInt64 = 7, kBool = 9, kFloat16 = 10, kBfloat16 = 16 };
 
 struct ApiBase {
     const ApiTable*(INTAGLIO_ORT_CALL* get_api)(std::uint32_t version);  // null: the runtime is older
@@ -58,12 +58,16 @@ enum class Slot : std::size_t {
     kGetDimensions = 62,
     kGetSymbolicDimensions = 63,
     kGetTensorInfo = 65,
+    kKernelInfoGetFloat = 85,
     kKernelInfoGetInt64 = 86,
+    kContextGetInputCount = 88,
+    kContextGetOutputCount = 89,
     kContextGetInput = 90,
     kContextGetOutput = 91,
     kReleaseStatus = 93,
     kReleaseTensorInfo = 99,
     kReleaseCustomOpDomain = 101,
+    kShapeGetInputCount = 267,
     kShapeGetInput = 268,
     kShapeSetOutput = 270,
     kSetSymbolicDimensions = 271,
@@ -100,6 +104,16 @@ class Api {
         return call<Status*>(Slot::kKernelInfoGetInt64, info, name, out);
     }
 
+    Status* info_float(const KernelInfo* info, const char* name, float* out) const {
+        return call<Status*>(Slot::kKernelInfoGetFloat, info, name, out);
+    }
+
+    Status* input_count(const KernelContext* context, std::size_t* out) const {
+        return call<Status*>(Slot::kContextGetInputCount, context, out);
+    }
+    Status* output_count(const KernelContext* context, std::size_t* out) const {
+        return call<Status*>(Slot::kContextGetOutputCount, context, out);
+    }
     Status* input(const KernelContext* context, std::size_t index, const Value** out) const {
         return call<Status*>(Slot::kContextGetInput, context, index, out);
     }
@@ -130,6 +144,9 @@ class Api {
         return call<Status*>(Slot::kContextParallelFor, context, body, total, batches, data);
     }
 
+    Status* shape_input_count(const ShapeInferContext* context, std::size_t* out) const {
+        return call<Status*>(Slot::kShapeGetInputCount, context, out);
+    }
     // The context keeps the ownership of the result.
     Status* shape_input(const ShapeInferContext* context, std::size_t index, TensorInfo** out) const {
         return call<Status*>(Slot::kShapeGetInput, context, index, out);
