@@ -33,8 +33,10 @@ def compile_bundle(
 ) -> Report:
     """Compiles every stage of the bundle at ``bundle`` into ``BUNDLE/engines/<target>/``, and returns the report.
 
-    ``shapes`` overrides the dims table (``NAME=VALUE`` or ``NAME=MIN:OPT:MAX``, comma-separated). A stage built
-    before from the same graph, weights, dims and compiler comes from the cache, and none of its weights is read.
+    ``accuracy`` is ``exact`` (float32 activations and accumulation) or ``fast`` (activations rounded to 8 bits, one
+    scale a row and group, in products with packed weights). ``shapes`` overrides the dims table (``NAME=VALUE`` or
+    ``NAME=MIN:OPT:MAX``, comma-separated). A stage built before from the same graph, weights, dims and compiler comes
+    from the cache, and none of its weights is read.
     Raises BundleError, InputError, CompileError, OutputError, RuntimeMissingError; a failed build leaves the old
     engine in place.
     """
@@ -76,7 +78,7 @@ def _build_stage(
     _log.info("%s: building %s", stage, identity.key())
     source = folder / bundle.stages[stage].file
     _check_graph(source, bundle.stages[stage].sha256)
-    lowered = module.lower(ir.load(source))
+    lowered = module.lower(ir.load(source), identity.accuracy)
     graph.write_bytes(ir.serde.serialize_model(lowered).SerializeToString(deterministic=True))
     report = module.build(graph, folder, bundle.stages[stage], identity.shapes, identity.accuracy)
     cache.store(identity.key(), graph, report.model_dump(exclude={"from_cache"}))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from intaglio.engines.model_engine import ModelInterface
 
-ACCURACIES = ("exact",)
+ACCURACIES = ("exact", "fast")
 # Whose operators it has, besides those of ONNX itself.
 DOMAINS = frozenset(
     {
@@ -53,12 +53,14 @@ def compiler() -> str:
     return f"onnxruntime {import_onnxruntime().__version__}"
 
 
-def lower(model: ir.Model) -> ir.Model:
-    """Lowers a portable stage for onnxruntime on the CPU, in place."""
+def lower(model: ir.Model, accuracy: str) -> ir.Model:
+    """Lowers a portable stage for onnxruntime on the CPU, in place. ``fast`` rounds activations to 8 bits in products
+    with packed weights."""
     import onnx_ir as ir
 
     from intaglio.engines.graph_stats import activation_dtype
     from intaglio.engines.lowering.bind_kernels import BindKernelsPass
+    from intaglio.engines.lowering.fast_products import FastProductsPass
     from intaglio.engines.lowering.group_norm import GroupNormPass
     from intaglio.engines.lowering.widen_dtype import WidenDtypePass
     from intaglio.engines.lowering.widen_products import WidenProductsPass
@@ -72,6 +74,8 @@ def lower(model: ir.Model) -> ir.Model:
     GroupNormPass()(model)
     WidenProductsPass({(DOMAIN, "GroupedQuantMatMul"): (0,), ("", "MatMul"): (0, 1)})(model)
     BindKernelsPass(_KERNEL_OPS, _KERNEL_BITS)(model)
+    if accuracy == "fast":
+        FastProductsPass()(model)
     return model
 
 
@@ -136,7 +140,13 @@ def build(graph: Path, weights_folder: Path, stage: StageInfo, dims: Mapping[str
     """
     import onnx_ir as ir
 
-    from intaglio.engines.graph_stats import count_fallbacks, count_nodes, weight_size, widened_bytes
+    from intaglio.engines.graph_stats import (
+        count_exact_products,
+        count_fallbacks,
+        count_nodes,
+        weight_size,
+        widened_bytes,
+    )
 
     started = time.monotonic()
     request = {
@@ -162,6 +172,8 @@ def build(graph: Path, weights_folder: Path, stage: StageInfo, dims: Mapping[str
         attention_fused=operators.get("Attention", 0),
         attention_total=count_nodes(model, "Attention"),
         fallbacks=count_fallbacks(model),
+        exact_products=count_exact_products(model) if accuracy == "fast" else {},
+        instruction_set=result["instruction_set"],
         operators=operators,
         seconds=round(time.monotonic() - started, 3),
         peak_rss_bytes=result["peak_rss_bytes"],

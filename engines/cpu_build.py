@@ -10,6 +10,7 @@ from intaglio.engines.cpu_session import run_once
 from intaglio.engines.memory import peak_rss_bytes
 from intaglio.errors import IntaglioError
 from intaglio.exporters.bundle import Dim, StageInfo
+from intaglio.kernels.cpu.library import instruction_set
 
 
 def main() -> int:
@@ -25,7 +26,8 @@ def main() -> int:
     except IntaglioError as error:
         sys.stderr.write(" ".join(str(error).split()) + "\n")
         return 2
-    sys.stdout.write(json.dumps({"operators": operators, "peak_rss_bytes": peak_rss_bytes()}) + "\n")
+    result = {"operators": operators, "instruction_set": instruction_set(), "peak_rss_bytes": peak_rss_bytes()}
+    sys.stdout.write(json.dumps(result) + "\n")
     return 0
 
 

@@ -45,6 +45,16 @@ def widened_bytes(model: ir.Model) -> int:
     return sum(copies.values())
 
 
+def count_exact_products(model: ir.Model) -> dict[str, int]:
+    """Products with packed weights that run exact, counted by format."""
+    formats = [
+        f"{node.attributes['bits'].as_int()} bits in groups of {node.attributes['group_size'].as_int()}"
+        for node in model.graph.all_nodes()
+        if (node.domain, node.op_type) == (DOMAIN, "GroupedQuantMatMul") and "fast" not in node.attributes
+    ]
+    return dict(Counter(formats))
+
+
 _ARITHMETIC = ("MatMul", "Gemm", "Conv", "Attention", "GroupedQuantMatMul")
 _FLOATS = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE}
 

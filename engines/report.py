@@ -11,7 +11,9 @@ class StageReport(BaseModel):
     ``widened_bytes`` are those of the float32 copies of half-precision weights that are made at load and kept.
 
     ``attention_fused`` of ``attention_total`` ran as one kernel; ``operators`` counts what ran in the smallest run;
-    ``fallbacks`` names ops of ours that ran as their body of standard ops instead of as a kernel. ``peak_rss_bytes``
+    ``fallbacks`` names ops of ours that ran as their body of standard ops instead of as a kernel; ``exact_products``
+    counts the products that stay exact in a ``fast`` engine, by the format that no fast kernel reads. What kernels ran
+    on is ``instruction_set``: the best of the building machine, and another machine takes its own. ``peak_rss_bytes``
     is that of the building process. Of a model that others wrote, ``trial_sizes`` are those of the smallest run, and
     ``notes`` say if there was none and why.
     """
@@ -27,6 +29,8 @@ class StageReport(BaseModel):
     attention_fused: int
     attention_total: int
     fallbacks: dict[str, int]
+    exact_products: dict[str, int] = {}
+    instruction_set: str = ""
     operators: dict[str, int]
     seconds: float
     peak_rss_bytes: int

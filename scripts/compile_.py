@@ -18,7 +18,12 @@ def compile_(
         typer.Argument(metavar="BUNDLE|MODEL.onnx", help="A bundle, or an ONNX file that others wrote."),
     ],
     target: Target = "cpu",
-    accuracy: Annotated[str, typer.Option(help="exact: float32 activations and accumulation.")] = "exact",
+    accuracy: Annotated[
+        str,
+        typer.Option(
+            help="exact: float32 activations and accumulation. fast: activations rounded to 8 bits, by row and group."
+        ),
+    ] = "exact",
     shapes: Annotated[
         str | None,
         typer.Option(
@@ -51,7 +56,7 @@ def print_report(report: Report) -> None:
             human_bytes(stage.weight_bytes),
             stage.bits_per_weight,
             f"{stage.attention_fused} of {stage.attention_total}",
-            ", ".join(f"{op} x{n}" for op, n in stage.fallbacks.items()) or "none",
+            ", ".join(f"{op} x{n}" for op, n in {**stage.fallbacks, **stage.exact_products}.items()) or "none",
             "cached" if stage.from_cache else f"{stage.seconds:.1f}",
             human_bytes(stage.peak_rss_bytes),
         )

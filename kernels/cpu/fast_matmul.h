@@ -9,6 +9,9 @@
 
 namespace intaglio {
 
+// Whether there is a fast kernel for weights of this format: the same on every machine.
+bool has_fast_matmul(std::int64_t bits, std::int64_t group_size, std::int64_t width);
+
 // The product in work that the threads share; null where no such kernel takes it, and the exact one must.
 std::unique_ptr<ParallelWork> make_fast_matmul(const GroupedQuantMatMul& product, InstructionSet set);
 

@@ -1,8 +1,10 @@
-"""Where the compiled custom-op library lies."""
+"""The compiled custom-op library: where it lies, and what it says of itself."""
 
 from __future__ import annotations
 
+import ctypes
 import pathlib
+from functools import cache
 
 import intaglio.kernels.cpu as package
 from intaglio.errors import EngineError
@@ -26,3 +28,30 @@ def library_path() -> pathlib.Path:
         f"the CPU kernels are not installed: found none of {', '.join(_NAMES)} in "
         f"{', '.join(map(str, folders))}; install them with `pip install --force-reinstall intaglio`"
     )
+
+
+@cache
+def load_library() -> ctypes.CDLL:
+    """The library as ctypes sees it. Raises EngineError if it is not installed or cannot be loaded."""
+    path = library_path()
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise EngineError(f"{path}: cannot be loaded ({error}); install it again with `pip install`") from error
+
+
+def instruction_set() -> str:
+    """The name of the instruction set that the kernels use in this process: amx, avx512_vnni, portable, …
+
+    The environment variable INTAGLIO_CPU_ISA chooses a lesser one. Raises EngineError if it names one that is missing.
+    """
+    name = ctypes.create_string_buffer(256)
+    found = load_library().intaglio_instruction_set(name, ctypes.c_size_t(len(name)))
+    if not found:
+        raise EngineError(name.value.decode())
+    return name.value.decode()
+
+
+def has_fast_matmul(bits: int, group_size: int, width: int) -> bool:
+    """Whether the kernels have ``GroupedQuantMatMul`` in the accuracy ``fast`` for weights of this format and width."""
+    return bool(load_library().intaglio_has_fast_matmul(*map(ctypes.c_int64, (bits, group_size, width))))

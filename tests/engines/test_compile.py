@@ -197,7 +197,7 @@ def test_without_onnxruntime_the_error_says_what_to_install(bundle: Path, monkey
     ("arguments", "message"),
     [
         ({"target": "abacus"}, "the target 'abacus' is unknown; there is cpu"),
-        ({"accuracy": "sloppy"}, "accuracy 'sloppy': cpu has exact"),
+        ({"accuracy": "sloppy"}, "accuracy 'sloppy': cpu has exact, fast"),
         ({"shapes": "batch"}, "'batch' is not NAME=VALUE"),
         ({"shapes": "height=512"}, "the dim 'height' is unknown; there are batch, sequence"),
         ({"shapes": "batch=2:1:4"}, "must rise, within 1 to 1024"),

@@ -447,7 +447,7 @@ def test_other_dtypes_of_x_and_codes_are_refused() -> None:
 def test_an_unknown_instruction_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INTAGLIO_CPU_ISA", "mmx")
     rows = GroupedQuantRows(GOOD["codes"], GOOD["scales"], GOOD["offsets"])
-    with pytest.raises(Exception, match="INTAGLIO_CPU_ISA is 'mmx', expected one of portable, .*, amx"):
+    with pytest.raises(Exception, match=r"INTAGLIO_CPU_ISA is 'mmx', expected one of portable, .*, amx"):
         load(build_model(rows, vars(GroupedQuantFormat(4, 32, 8))))
 
 

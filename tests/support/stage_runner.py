@@ -86,7 +86,7 @@ def run_lowered(graph: Path, feeds: Mapping[str, np.ndarray]) -> dict[str, np.nd
     options.log_severity_level = 3
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(graph.parent))
     options.register_custom_ops_library(str(library_path()))
-    data = ir.serde.serialize_model(cpu.lower(ir.load(graph))).SerializeToString()
+    data = ir.serde.serialize_model(cpu.lower(ir.load(graph), "exact")).SerializeToString()
     session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(names, dict(feeds)), strict=True))

@@ -1,0 +1,29 @@
+// What the library says of itself to callers that are not onnxruntime.
+
+#include <cstdint>
+#include <cstring>
+#include <exception>
+
+#include "fast_matmul.h"
+#include "instruction_set.h"
+#include "ort_abi.h"
+
+// Writes the name of the chosen instruction set, or why there is none, into `text` of `size` bytes. Whether there is.
+extern "C" INTAGLIO_EXPORT int intaglio_instruction_set(char* text, std::size_t size) {
+    const auto write = [&](const char* from) {
+        std::strncpy(text, from, size - 1);
+        text[size - 1] = '\0';
+    };
+    try {
+        write(intaglio::name_of(intaglio::chosen_instruction_set()));
+        return 1;
+    } catch (const std::exception& error) {
+        write(error.what());
+        return 0;
+    }
+}
+
+extern "C" INTAGLIO_EXPORT int intaglio_has_fast_matmul(std::int64_t bits, std::int64_t group_size,
+                                                        std::int64_t width) {
+    return intaglio::has_fast_matmul(bits, group_size, width);
+}
