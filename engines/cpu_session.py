@@ -28,6 +28,34 @@ _OUT_OF_MEMORY = ("Failed to allocate memory", "bad_alloc")
 _MAX_FEED = 1 << 26
 
 
+def open_session(graph: bytes, weights_folder: Path, *, threads: int = 0, profile: Path | None = None) -> Any:
+    """onnxruntime's session of a lowered graph, with our kernels; raises onnxruntime's errors as they are.
+
+    ``weights_folder`` holds the external data, ``threads`` 0 takes one a core, ``profile`` begins the name of the file
+    that its profiler writes.
+    """
+    ort = import_onnxruntime()
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4  # its errors come back as exceptions, which we word
+    # The lowered graph is in the engine's folder, the weights stay where the bundle has them.
+    options.add_session_config_entry(
+        "session.model_external_initializers_file_folder_path", str(weights_folder.resolve())
+    )
+    # Otherwise onnxruntime may turn a dequantized MatMul into one with 8-bit activations.
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+    # A pattern is one more block of a run's whole size, made on the second run of each shape. Measured on the VAE's
+    # decoder at 512 by 512: 1.6 GiB after one run, 2.8 after two. Weights then lie outside the arena, which grows
+    # by doubling.
+    options.enable_mem_pattern = False
+    options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+    if profile is not None:
+        options.enable_profiling = True
+        options.profile_file_prefix = str(profile)
+    options.register_custom_ops_library(str(library_path()))
+    return ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"], enable_fallback=0)
+
+
 class CpuSession:
     """A loaded stage. ``run`` takes and gives NumPy arrays; outputs named ``resident`` stay as the runtime's own
     values, which the next run takes as they are (a key-value cache is not copied out and in)."""
@@ -47,28 +75,8 @@ class CpuSession:
         self._ort = import_onnxruntime()
         if type(threads) is not int or not 0 <= threads <= _MAX_THREADS:
             raise InputError(f"threads is {threads!r}, expected 0 (one a core) to {_MAX_THREADS}")
-        options = self._ort.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.log_severity_level = 4  # its errors come back as exceptions, which we word
-        # The lowered graph is in the engine's folder, the weights stay where the bundle has them.
-        options.add_session_config_entry(
-            "session.model_external_initializers_file_folder_path", str(weights_folder.resolve())
-        )
-        # Otherwise onnxruntime may turn a dequantized MatMul into one with 8-bit activations.
-        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
-        # A pattern is one more block of a run's whole size, made on the second run of each shape. Measured on the VAE's
-        # decoder at 512 by 512: 1.6 GiB after one run, 2.8 after two. Weights then lie outside the arena, which grows
-        # by doubling.
-        options.enable_mem_pattern = False
-        options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
-        if profile is not None:
-            options.enable_profiling = True
-            options.profile_file_prefix = str(profile)
         try:
-            options.register_custom_ops_library(str(library_path()))
-            self._session = self._ort.InferenceSession(
-                graph.read_bytes(), options, providers=["CPUExecutionProvider"], enable_fallback=0
-            )
+            self._session = open_session(graph.read_bytes(), weights_folder, threads=threads, profile=profile)
         except Exception as error:  # onnxruntime's errors have no common base of their own
             raise EngineError(f"{graph}: onnxruntime cannot load it: {error}") from error
 

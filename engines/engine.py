@@ -44,6 +44,11 @@ class Engine:
         """The dims that the engine was built for."""
         return next(iter(self.info.identities.values())).shapes
 
+    @property
+    def accuracy(self) -> str:
+        """``exact`` or ``fast``."""
+        return next(iter(self.info.identities.values())).accuracy
+
     def load(self, stage: str, *, threads: int = 0) -> Any:
         """A session of ``stage`` with ``run(feeds) -> outputs``. Raises EngineError."""
         if stage not in self.bundle.stages:

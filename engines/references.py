@@ -1,4 +1,5 @@
-"""Other ways to run a portable stage, to compare an engine with: slow, independent of our kernels and lowering."""
+"""Other ways to run a portable stage, to compare an engine with: slow ones, independent of our kernels and lowering,
+and our own in their exact accuracy, for what is too large to be run without them."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
+from intaglio.engines import cpu
+from intaglio.engines.cpu_session import open_session
 from intaglio.engines.lowering.additive_mask import AdditiveMaskPass
 from intaglio.engines.lowering.widen_dtype import WidenDtypePass
 from intaglio.engines.onnxruntime_ import import_onnxruntime
@@ -112,6 +115,28 @@ class TractReference:
             return {name: result.to_numpy() for name, result in pairs if outputs is None or name in outputs}
 
 
+class ExactReference:
+    """The graph lowered for the CPU in its exact accuracy, with our kernels. Raises EngineError."""
+
+    def __init__(self, graph: Path) -> None:
+        self.version = f"{cpu.compiler()} with the exact kernels"
+        self._graph = graph
+        try:
+            model = cpu.lower(ir.load(graph), "exact")
+            data = ir.serde.serialize_model(model).SerializeToString()
+            self._session = open_session(data, graph.parent)
+        except Exception as error:
+            raise EngineError(f"{graph}: cannot be run with the exact kernels: {error}") from error
+
+    def run(self, feeds: Feeds, outputs: Collection[str] | None = None) -> dict[str, np.ndarray]:
+        """Runs the graph; ``outputs`` chooses by name (all by default). Raises EngineError."""
+        names = [o.name for o in self._session.get_outputs() if outputs is None or o.name in outputs]
+        try:
+            return dict(zip(names, self._session.run(names, dict(feeds)), strict=True))
+        except Exception as error:
+            raise EngineError(f"{self._graph}: the exact kernels cannot run it: {error}") from error
+
+
 def _import_tract() -> ModuleType:
     try:
         return importlib.import_module("tract")
@@ -153,9 +178,10 @@ def _external(model: ir.Model) -> list[ir.ExternalTensor]:
     return [v.const_value for v in values if isinstance(v.const_value, ir.ExternalTensor)]
 
 
-REFERENCES: dict[str, type[OnnxruntimeReference] | type[TractReference]] = {
+REFERENCES: dict[str, type[OnnxruntimeReference] | type[TractReference] | type[ExactReference]] = {
     "onnxruntime": OnnxruntimeReference,
     "tract": TractReference,
+    "exact": ExactReference,
 }
 
 

@@ -21,7 +21,7 @@ from intaglio.runtimes.golden_folder import (
     same_shape,
     stored_stages,
 )
-from intaglio.runtimes.parity import BOUNDS, ParityReport, some_of, until_divergent
+from intaglio.runtimes.parity import BOUNDS, FAST_BOUNDS, ParityReport, some_of, until_divergent
 from intaglio.runtimes.sides import Run, Side, engine_side, sample
 
 SAMPLER = "sampler"
@@ -79,6 +79,8 @@ def against_golden(
             sampled = schedule if name == "transformer" else None
             for difference in _stage(engine, folder, name, outputs[name], sampled):
                 default = golden_bounds(difference.stage, difference.name, engine.bundle.dtype)
+                if engine.is_fast and default.relative_l2 < FAST_BOUNDS.relative_l2:
+                    default = FAST_BOUNDS
                 bounds = Bounds(
                     default.cosine if min_cosine is None else min_cosine,
                     default.relative_l2 if bound is None else bound,

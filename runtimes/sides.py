@@ -37,6 +37,11 @@ class Side:
     dims: Mapping[str, Dim]
     engine: Engine | None = None
 
+    @property
+    def is_fast(self) -> bool:
+        """Whether this is an engine of the accuracy ``fast``."""
+        return self.engine is not None and self.engine.accuracy == "fast"
+
     def graph(self, stage: str) -> Path:
         """The file of the portable graph."""
         return self.path / self.bundle.stages[stage].file

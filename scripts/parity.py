@@ -21,7 +21,8 @@ def parity(
     against: Annotated[
         str | None,
         typer.Option(
-            help="onnxruntime (the default: the portable graph, no kernels), tract, or golden:DIR, stored tensors."
+            help="onnxruntime (the default: the portable graph, no kernels), tract, exact (our kernels in that "
+            "accuracy, for a fast engine), or golden:DIR, stored tensors."
         ),
     ] = None,
     stage: Annotated[
@@ -37,14 +38,15 @@ def parity(
     bound: Annotated[
         float | None,
         typer.Option(
-            help="Largest relative L2 distance that counts as agreement. Default: 1e-4, of float16 1e-2, of golden "
-            "folders 2e-2 or 5e-2."
+            help="Largest relative L2 distance that counts as agreement. Default: 1e-4, of float16 1e-2, of fast "
+            "engines 5e-2, of golden folders 2e-2 or 5e-2."
         ),
     ] = None,
     min_cosine: Annotated[
         float | None,
         typer.Option(
-            help="Least cosine that counts as agreement. Default: 0.99999, of float16 0.9999, of golden folders 0.999."
+            help="Least cosine that counts as agreement. Default: 0.99999, of float16 0.9999, of fast engines and "
+            "golden folders 0.999."
         ),
     ] = None,
     keep_going: Annotated[bool, typer.Option("--keep-going", help="Go on past the first that differs.")] = False,
