@@ -23,6 +23,7 @@ def bench(
     against: str | None = None,
     repeats: int | None = None,
     threads: int = 0,
+    profile: bool = False,
     progress: ProgressCallback | None = None,
 ) -> dict[str, Any]:
     """Times the stages of an engine and returns ``{machine, ceilings, rows}``.
@@ -30,7 +31,8 @@ def bench(
     Of a language model: load, prefill of ``prompt_tokens`` (128) and decode of ``new_tokens`` (64), beside the speed of
     reading all weights once a token; medians of ``repeats`` (5). Of a picture pipeline: every stage for a picture of
     ``height`` and ``width`` pixels (512), beside onnxruntime's float32 product; medians of ``repeats`` (3).
-    ``against="diffusers"`` runs its transformer, of the same configuration, in turns with ours. Raises InputError,
+    ``against="diffusers"`` runs its transformer, of the same configuration, in turns with ours. ``profile`` adds the
+    time of each kind of operator in one run to every row (:mod:`intaglio.runtimes.profile`). Raises InputError,
     EngineError, RuntimeMissingError.
     """
     engine = open_engine(bundle, target)
@@ -46,6 +48,7 @@ def bench(
             new_tokens=64 if new_tokens is None else new_tokens,
             repeats=5 if repeats is None else repeats,
             threads=threads,
+            profile=profile,
             progress=progress,
         )
     if against is not None and against not in COMPETITORS:
@@ -57,5 +60,6 @@ def bench(
         against=against,
         repeats=3 if repeats is None else repeats,
         threads=threads,
+        profile=profile,
         progress=progress,
     )

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from intaglio.errors import InputError, RuntimeMissingError
 from intaglio.progress import Progress, ProgressCallback
 from intaglio.runtimes.images import check_size
 from intaglio.runtimes.machine import Float32MatMul, describe_machine
+from intaglio.runtimes.profile import profiled_session, read_profiles
 from intaglio.runtimes.random_feeds import Sizes, random_feeds
 
 # Module that runs a competitor's transformer in a process of its own.
@@ -36,6 +37,7 @@ def bench_picture(
     against: str | None,
     repeats: int,
     threads: int,
+    profile: bool,
     progress: ProgressCallback | None,
 ) -> dict[str, Any]:
     """Times each stage that the bundle has; see :func:`intaglio.runtimes.bench.bench`."""
@@ -55,13 +57,18 @@ def bench_picture(
     for stage in stages:
         reset_peak_rss()
         started = time.perf_counter()
-        session = engine.load(stage, threads=threads)
-        load_seconds = time.perf_counter() - started
-        feeds = random_feeds(engine.bundle, session.stage, engine.dims, sizes, seed=0)
-        seconds: list[float] = []
-        theirs: list[float] = []
-        peak = 0
-        with _competitor(engine, against if stage == "transformer" else None, feeds, threads) as run_theirs:
+        with ExitStack() as stack:
+            if profile:
+                session = stack.enter_context(profiled_session(engine, stage, threads=threads))
+            else:
+                session = engine.load(stage, threads=threads)
+            load_seconds = time.perf_counter() - started
+            feeds = random_feeds(engine.bundle, session.stage, engine.dims, sizes, seed=0)
+            seconds: list[float] = []
+            theirs: list[float] = []
+            peak = 0
+            competitor = _competitor(engine, against if stage == "transformer" else None, feeds, threads)
+            run_theirs = stack.enter_context(competitor)
             for _ in range(repeats):
                 started = time.perf_counter()
                 session.run(feeds)
@@ -71,6 +78,8 @@ def bench_picture(
                 theirs += run_theirs()
                 speeds.append(product.operations_per_second())
                 count.advance(1)
+            # The last run: the first one also makes the memory that the others find.
+            profiles = read_profiles(session)[-1:] if profile else []
         row: dict[str, Any] = {
             "stage": stage,
             "target": engine.info.target,
@@ -87,6 +96,8 @@ def bench_picture(
             row[f"{against}_seconds"] = round(statistics.median(theirs), 2)
             row[f"{against}_best_seconds"] = round(min(theirs), 2)
             row[f"of_{against}"] = round(statistics.median(a / b for a, b in zip(seconds, theirs, strict=True)), 3)
+        if profiles:
+            row["profile"] = profiles[0]
         rows.append(row)
         del session
     ceilings = {

@@ -15,6 +15,7 @@ from intaglio.errors import InputError
 from intaglio.progress import Progress, ProgressCallback
 from intaglio.runtimes.decoding import Decoding
 from intaglio.runtimes.machine import describe_machine, read_bandwidth
+from intaglio.runtimes.profile import profiled_session, read_profiles
 
 
 def bench_text(
@@ -24,6 +25,7 @@ def bench_text(
     new_tokens: int,
     repeats: int,
     threads: int,
+    profile: bool,
     progress: ProgressCallback | None,
 ) -> dict[str, Any]:
     """Times load, prefill of ``prompt_tokens`` and decode of ``new_tokens``; medians of ``repeats``.
@@ -66,24 +68,40 @@ def bench_text(
     bandwidth = max(bandwidths)
     decode = 1 / statistics.median(steps)
     ceiling = bandwidth / weight_bytes
+    row: dict[str, Any] = {
+        "stage": "generate",
+        "target": engine.info.target,
+        "load_seconds": round(load_seconds, 3),
+        "prompt_tokens": prompt_tokens,
+        "prefill_tokens_per_second": round(prompt_tokens / statistics.median(prefills), 1),
+        "new_tokens": new_tokens,
+        "decode_tokens_per_second": round(decode, 1),
+        "decode_of_ceiling": round(decode / ceiling, 3),
+        "weight_bytes": weight_bytes,
+        "peak_rss_mib": round(peak / 2**20, 1),
+    }
+    if profile:
+        del session, decoding
+        row |= _profiles(engine, prompt.tolist(), threads)
     return {
         "machine": describe_machine(threads),
         "ceilings": {
             "read_gb_per_second": round(bandwidth / 1e9, 2),
             "decode_tokens_per_second": round(ceiling, 1),
         },
-        "rows": [
-            {
-                "stage": "generate",
-                "target": engine.info.target,
-                "load_seconds": round(load_seconds, 3),
-                "prompt_tokens": prompt_tokens,
-                "prefill_tokens_per_second": round(prompt_tokens / statistics.median(prefills), 1),
-                "new_tokens": new_tokens,
-                "decode_tokens_per_second": round(decode, 1),
-                "decode_of_ceiling": round(decode / ceiling, 3),
-                "weight_bytes": weight_bytes,
-                "peak_rss_mib": round(peak / 2**20, 1),
-            }
-        ],
+        "rows": [row],
     }
+
+
+def _profiles(engine: Engine, prompt: list[int], threads: int) -> dict[str, Any]:
+    """Of prefill and of one token after it, each run for the second time and in a session of its own.
+
+    Writing the profile takes as long as a small model's step, so the timed runs do without it.
+    """
+    with profiled_session(engine, "generate", threads=threads) as session:
+        for _ in range(2):
+            decoding = Decoding(session, [prompt])
+            for _ in range(3):
+                decoding.put(decoding.step().argmax(axis=-1))
+        *_, prefill, _, decode = read_profiles(session)
+    return {"prefill_profile": prefill, "decode_profile": decode}

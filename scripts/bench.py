@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,6 +24,7 @@ def bench(
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Repetitions (5, of pictures 3); medians are reported.")
     ] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Add where the time goes, operator by operator.")] = False,
     threads: Threads = 0,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -40,6 +41,7 @@ def bench(
             against=against,
             repeats=repeats,
             threads=threads,
+            profile=profile,
             progress=progress,
         )
     if as_json:
@@ -47,4 +49,16 @@ def bench(
         return
     print_table("machine and ceilings", ("key", "value"), [*result["machine"].items(), *result["ceilings"].items()])
     for row in result["rows"]:
+        profiles = {key: row.pop(key) for key in list(row) if key.endswith("profile")}
         print_table(f"\n{row['stage']} on {row['target']}", ("measure", "value"), list(row.items()))
+        for key, profile_ in profiles.items():
+            _print_profile(f"{row['stage']}, {key.replace('_', ' ')}", profile_)
+
+
+def _print_profile(title: str, profile: dict[str, Any]) -> None:
+    outside = f"{profile['seconds']} s, of which {profile['outside_operators_ms']} ms outside of operators"
+    for name, columns in (
+        ("operators", ("op_type", "count", "ms", "share")),
+        ("nodes", ("op_type", "count", "ms", "share", "shapes")),
+    ):
+        print_table(f"\n{title}: {name} ({outside})", columns, [[row[key] for key in columns] for row in profile[name]])
