@@ -9,6 +9,14 @@
 
 namespace intaglio {
 
+// Whether there are fast kernels for the weight: groups of a multiple of 16 inputs, or whole rows, that are short
+// enough for their dot products to fit 32 bits. All widths of codes, types of scales and instruction sets have them.
+constexpr std::size_t kMaxFastGroup = std::size_t{1} << 16;
+bool is_fast_format(const GroupedQuantMatMul& product);
+
+// From this many rows of x on, unpacking a panel of the weight saves more than it costs.
+constexpr std::size_t kFastManyRows = 8;
+
 // The product in work that the threads share; null where no such kernel takes it, and the exact one must.
 std::unique_ptr<ParallelWork> make_fast_matmul(const GroupedQuantMatMul& product, InstructionSet set);
 
