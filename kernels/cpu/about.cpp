@@ -23,7 +23,6 @@ extern "C" INTAGLIO_EXPORT int intaglio_instruction_set(char* text, std::size_t 
     }
 }
 
-extern "C" INTAGLIO_EXPORT int intaglio_has_fast_matmul(std::int64_t bits, std::int64_t group_size,
-                                                        std::int64_t width) {
-    return intaglio::has_fast_matmul(bits, group_size, width);
+extern "C" INTAGLIO_EXPORT int intaglio_has_fast_matmul(std::int64_t group_size, std::int64_t width) {
+    return intaglio::has_fast_matmul(static_cast<std::size_t>(group_size), static_cast<std::size_t>(width));
 }

@@ -1,9 +1,17 @@
 #include "fast_matmul.h"
 
+#include "fast_rows.h"
+
 namespace intaglio {
 
-bool has_fast_matmul(std::int64_t, std::int64_t, std::int64_t) { return false; }
+bool has_fast_matmul(std::size_t group_size, std::size_t width) {
+    return group_size <= kMaxFastGroup && (group_size % 16 == 0 || group_size == width);
+}
 
-std::unique_ptr<ParallelWork> make_fast_matmul(const GroupedQuantMatMul&, InstructionSet) { return nullptr; }
+std::unique_ptr<ParallelWork> make_fast_matmul(const GroupedQuantMatMul& product, InstructionSet set) {
+    if (!has_fast_matmul(product.group_size, product.K)) return nullptr;
+    if (product.M < kFastManyRows) return make_fast_rows(product, set);
+    return nullptr;
+}
 
 }  // namespace intaglio

@@ -9,8 +9,14 @@
 
 namespace intaglio {
 
-// Whether there is a fast kernel for weights of this format: the same on every machine.
-bool has_fast_matmul(std::int64_t bits, std::int64_t group_size, std::int64_t width);
+// Whether there are fast kernels for weights of this format: groups of a multiple of 16 inputs, or whole rows, that are
+// short enough for their dot products to fit 32 bits. All widths of codes, types of scales and instruction sets have
+// them.
+constexpr std::size_t kMaxFastGroup = std::size_t{1} << 16;
+bool has_fast_matmul(std::size_t group_size, std::size_t width);
+
+// From this many rows of x on, unpacking a panel of the weight saves more than it costs.
+constexpr std::size_t kFastManyRows = 8;
 
 // The product in work that the threads share; null where no such kernel takes it, and the exact one must.
 std::unique_ptr<ParallelWork> make_fast_matmul(const GroupedQuantMatMul& product, InstructionSet set);

@@ -52,6 +52,8 @@ def instruction_set() -> str:
     return name.value.decode()
 
 
-def has_fast_matmul(bits: int, group_size: int, width: int) -> bool:
-    """Whether the kernels have ``GroupedQuantMatMul`` in the accuracy ``fast`` for weights of this format and width."""
-    return bool(load_library().intaglio_has_fast_matmul(*map(ctypes.c_int64, (bits, group_size, width))))
+def has_fast_matmul(group_size: int, width: int) -> bool:
+    """Whether the kernels have ``GroupedQuantMatMul`` in the accuracy ``fast`` for groups of this size in rows of this
+    width, with codes of any number of bits.
+    """
+    return bool(load_library().intaglio_has_fast_matmul(*map(ctypes.c_int64, (group_size, width))))

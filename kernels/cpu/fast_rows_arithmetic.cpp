@@ -1,0 +1,286 @@
+// Few rows of x at the accuracy `fast`, compiled once for each instruction set.
+//
+// A row of the weight is read in units: kBytes packed bytes that hold several whole groups, or one group that takes
+// several times kBytes. A lane of a unit's sums belongs to one group. The activations of a row of x are quantized
+// into the order in which the codes of a unit come out of its bytes, so that codes are never moved across lanes.
+
+#include "fast_activations.h"
+#include "fast_rows.h"
+#include "fast_rows_vector.h"
+
+namespace intaglio {
+namespace {
+
+// Packed bytes ahead of the load: what the memory delivers while the loads under way are waited for.
+constexpr std::size_t kAhead = 4096;
+
+INTAGLIO_INLINE std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
+
+// How a row of the weight is cut, and where its activations lie.
+struct Layout {
+    explicit Layout(const GroupedQuantMatMul& p)
+        : planes(8 / static_cast<std::size_t>(p.bits)),
+          groups(p.K / p.group_size),
+          row_bytes(p.K / planes),
+          group_bytes(p.group_size / planes),
+          is_packed(group_bytes >= kBytes / kLanes && kBytes % group_bytes == 0),
+          unit_groups(is_packed ? kBytes / group_bytes : 1),
+          unit_chunks(is_packed ? 1 : ceil_div(group_bytes, kBytes)),
+          units(ceil_div(groups, unit_groups)),
+          unit_codes(unit_chunks * planes * kBytes),
+          corrections(units * unit_codes),
+          scales(corrections + units * kLanes * sizeof(std::int32_t)),
+          sums(scales + units * kLanes * sizeof(float)),
+          bytes(sums + ceil_div(groups, kLanes) * kLanes * sizeof(float)) {
+        bytes = ceil_div(bytes, 64) * 64;
+        for (std::size_t lane = 0; lane < kLanes; ++lane)
+            pattern[lane] = static_cast<std::int32_t>(lane * unit_groups / kLanes);
+    }
+
+    std::size_t planes, groups, row_bytes, group_bytes;
+    bool is_packed;
+    std::size_t unit_groups, unit_chunks, units;
+    // In bytes: the codes of a unit's activations; then where the other parts of a row of x begin. These are, for
+    // each lane, what its zero points add, and the scale of its activations; for each group, scale times sum.
+    std::size_t unit_codes, corrections, scales, sums, bytes;
+    std::int32_t pattern[kLanes];
+};
+
+template <typename T>
+INTAGLIO_INLINE T* at(std::byte* row, std::size_t offset) {
+    return reinterpret_cast<T*>(row + offset);
+}
+template <typename T>
+INTAGLIO_INLINE const T* at(const std::byte* row, std::size_t offset) {
+    return reinterpret_cast<const T*>(row + offset);
+}
+
+// The codes of one chunk from the order of the inputs to that of the planes.
+template <std::size_t Planes>
+INTAGLIO_INLINE void arrange(const std::int8_t* codes, std::int8_t* planes) {
+    for (std::size_t j = 0; j < Planes; ++j)
+        for (std::size_t b = 0; b < kBytes; ++b) planes[j * kBytes + b] = codes[b * Planes + j];
+}
+
+template <int Bits>
+INTAGLIO_INLINE void fill_planes(Bytes packed, Bytes (&planes)[kPlanes<Bits>]) {
+    planes[0] = plane<Bits, 0>(packed);
+    if constexpr (Bits < 8) planes[1] = plane<Bits, 1>(packed);
+    if constexpr (Bits < 4) {
+        planes[2] = plane<Bits, 2>(packed);
+        planes[3] = plane<Bits, 3>(packed);
+    }
+}
+
+template <int Bits>
+void quantize_row(const GroupedQuantMatMul& p, const Layout& layout, const char* x, std::byte* row) {
+    constexpr std::size_t planes = kPlanes<Bits>, chunk = planes * kBytes;
+    alignas(64) std::int8_t codes[chunk];
+    alignas(64) float scales[kLanes];
+    Bytes zero_points[planes];
+    for (Bytes& codes_of_plane : zero_points) codes_of_plane = plane<Bits, 0>(all_bytes(p.zero_point));
+    const Pattern pattern = load_pattern(layout.pattern);
+    const auto sums = at<float>(row, layout.sums);
+    for (std::size_t unit = 0; unit < layout.units; ++unit) {
+        const auto unit_codes = at<std::int8_t>(row, unit * layout.unit_codes);
+        const std::size_t group = unit * layout.unit_groups;
+        for (float& scale : scales) scale = 0;
+        if (layout.is_packed) {
+            std::size_t count = 0;
+            const std::size_t groups = smaller(layout.unit_groups, layout.groups - group);
+            for (std::size_t g = 0; g < groups; ++g, count += p.group_size) {
+                const char* values = x + (group * p.group_size + count) * sizeof(float);
+                const ActivationScale scale = activation_scale(largest_magnitude(values, p.group_size));
+                const std::int32_t sum = round_activations(values, p.group_size, scale.inverse, codes + count);
+                scales[g] = scale.scale;
+                sums[group + g] = scale.scale * static_cast<float>(sum);
+            }
+            std::memset(codes + count, 0, chunk - count);
+            arrange<planes>(codes, unit_codes);
+        } else {
+            const char* values = x + group * p.group_size * sizeof(float);
+            const ActivationScale scale = activation_scale(largest_magnitude(values, p.group_size));
+            std::int32_t sum = 0;
+            for (std::size_t c = 0; c < layout.unit_chunks; ++c) {
+                const std::size_t count = smaller(chunk, p.group_size - c * chunk);
+                sum += round_activations(values + c * chunk * sizeof(float), count, scale.inverse, codes);
+                std::memset(codes + count, 0, chunk - count);
+                arrange<planes>(codes, unit_codes + c * chunk);
+            }
+            scales[0] = scale.scale;
+            sums[group] = scale.scale * static_cast<float>(sum);
+        }
+        Ints zero_point = zero_ints();
+        for (std::size_t c = 0; c < layout.unit_chunks; ++c)
+            zero_point = dot<Bits>(zero_point, zero_points, unit_codes + c * chunk);
+        store_negative(zero_point, at<std::int32_t>(row, layout.corrections) + unit * kLanes);
+        store_floats(spread(load_floats(scales), pattern), at<float>(row, layout.scales) + unit * kLanes);
+    }
+    for (std::size_t g = layout.groups; g % kLanes; ++g) sums[g] = 0;
+}
+
+std::size_t row_bytes(const GroupedQuantMatMul& p) { return Layout(p).bytes; }
+
+void quantize(const GroupedQuantMatMul& p, std::byte* activations) {
+    const Layout layout(p);
+    const char* x = static_cast<const char*>(p.x);
+    for (std::size_t m = 0; m < p.M; ++m) {
+        if (p.bits == 2) quantize_row<2>(p, layout, x, activations);
+        if (p.bits == 4) quantize_row<4>(p, layout, x, activations);
+        if (p.bits == 8) quantize_row<8>(p, layout, x, activations);
+        x += p.K * sizeof(float);
+        activations += layout.bytes;
+    }
+}
+
+// Scales and offsets of all groups, and where a row of the weight begins in them.
+struct Scales {
+    const std::uint8_t *from, *end;
+    std::size_t row_stride, stride;
+    ScaleType type;
+
+    Scales(const GroupedQuantMatMul& p, const Layout& layout, const std::uint8_t* values)
+        : from(values), stride(p.scale_type == ScaleType::kFloat32 ? 4 : 2), type(p.scale_type) {
+        row_stride = layout.groups * stride;
+        end = from + p.N * row_stride;
+    }
+    INTAGLIO_INLINE Floats load(std::size_t row, std::size_t group, std::size_t count) const {
+        return load_scales(from + row * row_stride + group * stride, count, type, end);
+    }
+};
+
+// Rows rows of x from `activations` on, and Columns columns of y from `column` on, of which Rows * Columns fit the
+// registers.
+template <int Bits, std::size_t Rows, std::size_t Columns, bool IsPacked>
+INTAGLIO_INLINE void multiply_tile(const GroupedQuantMatMul& p, const Layout& layout, const std::byte* activations,
+                                   std::size_t row, std::size_t column) {
+    constexpr std::size_t planes = kPlanes<Bits>, chunk = planes * kBytes;
+    const Scales scales(p, layout, p.scales), offsets(p, layout, p.offsets);
+    const std::uint8_t* const codes = p.codes + column * layout.row_bytes;
+    const std::uint8_t* const codes_end = p.codes + p.N * layout.row_bytes;
+    const std::size_t rows_ahead = Columns + kAhead / layout.row_bytes;
+    const std::size_t unit_bytes = IsPacked ? kBytes : layout.group_bytes;
+    const std::size_t chunks = IsPacked ? 1 : layout.unit_chunks;
+    const std::uint8_t* ahead = codes + kAhead;
+    const Pattern step = moves(layout.unit_groups);
+    Floats total[Columns][Rows];
+    INTAGLIO_UNROLL
+    for (std::size_t c = 0; c < Columns; ++c) {
+        INTAGLIO_UNROLL
+        for (std::size_t r = 0; r < Rows; ++r) total[c][r] = zeros();
+    }
+    std::size_t unit = 0;
+    for (std::size_t group = 0; group < layout.groups; group += kLanes) {
+        const std::size_t groups = smaller(kLanes, layout.groups - group);
+        Floats scale[Columns];
+        INTAGLIO_UNROLL
+        for (std::size_t c = 0; c < Columns; ++c) {
+            scale[c] = scales.load(column + c, group, groups);
+            prefetch(scales.from + (column + c + rows_ahead) * scales.row_stride + group * scales.stride);
+            if (!p.offset_per_group) continue;
+            const Floats offset = offsets.load(column + c, group, groups);
+            prefetch(offsets.from + (column + c + rows_ahead) * offsets.row_stride + group * offsets.stride);
+            INTAGLIO_UNROLL
+            for (std::size_t r = 0; r < Rows; ++r)
+                total[c][r] = multiply_add(
+                    offset, load_floats(at<float>(activations + r * layout.bytes, layout.sums) + group), total[c][r]);
+        }
+        Pattern pattern = load_pattern(layout.pattern);
+        for (const std::size_t units = smaller(layout.units, (group + kLanes) / layout.unit_groups); unit < units;
+             ++unit) {
+            Ints sums[Columns][Rows];
+            INTAGLIO_UNROLL
+            for (std::size_t c = 0; c < Columns; ++c) {
+                INTAGLIO_UNROLL
+                for (std::size_t r = 0; r < Rows; ++r)
+                    sums[c][r] = load_ints(at<std::int32_t>(activations + r * layout.bytes, layout.corrections) +
+                                           unit * kLanes);
+            }
+            for (std::size_t i = 0; i < chunks; ++i) {
+                const std::size_t position = unit * unit_bytes + i * kBytes;
+                const std::size_t count = (IsPacked ? layout.row_bytes : (unit + 1) * unit_bytes) - position;
+                INTAGLIO_UNROLL
+                for (std::size_t c = 0; c < Columns; ++c) {
+                    const std::uint8_t* from = codes + c * layout.row_bytes + position;
+                    const Bytes packed =
+                        count >= kBytes ? load_bytes(from) : load_some_bytes(from, count, codes_end);
+                    prefetch(ahead + c * kBytes);
+                    Bytes decoded[planes];
+                    fill_planes<Bits>(packed, decoded);
+                    INTAGLIO_UNROLL
+                    for (std::size_t r = 0; r < Rows; ++r)
+                        sums[c][r] = dot<Bits>(sums[c][r], decoded,
+                                               at<std::int8_t>(activations + r * layout.bytes, 0) +
+                                                   unit * layout.unit_codes + i * chunk);
+                }
+                ahead += Columns * kBytes;
+            }
+            INTAGLIO_UNROLL
+            for (std::size_t c = 0; c < Columns; ++c) {
+                const Floats lanes = spread(scale[c], pattern);
+                INTAGLIO_UNROLL
+                for (std::size_t r = 0; r < Rows; ++r) {
+                    const Floats of_row =
+                        load_floats(at<float>(activations + r * layout.bytes, layout.scales) + unit * kLanes);
+                    total[c][r] = multiply_add(to_floats(sums[c][r]), multiply(lanes, of_row), total[c][r]);
+                }
+            }
+            pattern = moved(pattern, step);
+        }
+    }
+    INTAGLIO_UNROLL
+    for (std::size_t c = 0; c < Columns; ++c) {
+        INTAGLIO_UNROLL
+        for (std::size_t r = 0; r < Rows; ++r) p.y[(row + r) * p.N + column + c] = sum_of(total[c][r]);
+    }
+}
+
+template <int Bits, std::size_t Rows, std::size_t Columns, bool IsPacked>
+void multiply_columns(const GroupedQuantMatMul& p, const Layout& layout, const std::byte* activations,
+                      std::size_t row, std::size_t column, std::size_t column_end) {
+    activations += row * layout.bytes;
+    for (; column + Columns <= column_end; column += Columns)
+        multiply_tile<Bits, Rows, Columns, IsPacked>(p, layout, activations, row, column);
+    if constexpr (Columns > 1)
+        for (; column < column_end; ++column)
+            multiply_tile<Bits, Rows, 1, IsPacked>(p, layout, activations, row, column);
+}
+
+// Rows of the weight that stay in the first-level cache while up to four rows of x at a time meet them.
+constexpr std::size_t kColumns = 4;
+
+template <int Bits, bool IsPacked>
+void multiply_rows(const GroupedQuantMatMul& p, const Layout& layout, const std::byte* activations,
+                   std::size_t column, std::size_t column_end) {
+    if (p.M == 1) return multiply_columns<Bits, 1, 4, IsPacked>(p, layout, activations, 0, column, column_end);
+    for (; column < column_end; column += kColumns) {
+        const std::size_t end = smaller(column + kColumns, column_end);
+        std::size_t row = 0;
+        for (; row + 4 <= p.M; row += 4)
+            multiply_columns<Bits, 4, 1, IsPacked>(p, layout, activations, row, column, end);
+        if (p.M - row == 3) multiply_columns<Bits, 3, 1, IsPacked>(p, layout, activations, row, column, end);
+        if (p.M - row == 2) multiply_columns<Bits, 2, 2, IsPacked>(p, layout, activations, row, column, end);
+        if (p.M - row == 1) multiply_columns<Bits, 1, 4, IsPacked>(p, layout, activations, row, column, end);
+    }
+}
+
+template <int Bits>
+void multiply_bits(const GroupedQuantMatMul& p, const std::byte* activations, std::size_t column,
+                   std::size_t column_end) {
+    const Layout layout(p);
+    if (layout.is_packed) return multiply_rows<Bits, true>(p, layout, activations, column, column_end);
+    multiply_rows<Bits, false>(p, layout, activations, column, column_end);
+}
+
+void multiply_part(const GroupedQuantMatMul& p, const std::byte* activations, std::size_t column,
+                   std::size_t column_end) {
+    if (p.bits == 2) multiply_bits<2>(p, activations, column, column_end);
+    if (p.bits == 4) multiply_bits<4>(p, activations, column, column_end);
+    if (p.bits == 8) multiply_bits<8>(p, activations, column, column_end);
+}
+
+}  // namespace
+
+FastRowsKernel INTAGLIO_FOR_ISA(fast_rows)() noexcept { return {row_bytes, quantize, multiply_part}; }
+
+}  // namespace intaglio

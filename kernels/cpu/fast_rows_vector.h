@@ -1,0 +1,297 @@
+// The vectors of fast_rows_arithmetic.cpp, one set of functions for each instruction set (for_isa.h): kBytes packed
+// bytes of the weight, and kLanes sums, each over the codes of four of these bytes.
+#pragma once
+
+#include "grouped_quant_arithmetic.h"
+
+namespace intaglio {
+namespace {
+
+// Codes of one byte each, of plane J: with 2 bits a packed byte b holds those of the inputs 4 * b + J. `planes` is
+// their dot product, lane by lane, with activations that are arranged alike.
+template <int Bits>
+constexpr std::size_t kPlanes = 8 / Bits;
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+
+constexpr std::size_t kBytes = 64, kLanes = 16;
+using Bytes = __m512i;
+using Ints = __m512i;
+using Floats = __m512;
+using Pattern = __m512i;
+
+INTAGLIO_INLINE Bytes load_bytes(const std::uint8_t* from) { return _mm512_loadu_si512(from); }
+INTAGLIO_INLINE Bytes load_some_bytes(const std::uint8_t* from, std::size_t count, const std::uint8_t*) {
+    return _mm512_maskz_loadu_epi8(~__mmask64{0} >> (64 - count), from);
+}
+INTAGLIO_INLINE Bytes all_bytes(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
+
+template <int Bits, int J>
+INTAGLIO_INLINE Bytes plane(Bytes packed) {
+    if (Bits == 8) return packed;
+    return _mm512_and_si512(J ? _mm512_srli_epi16(packed, Bits * J) : packed, all_bytes((1 << Bits) - 1));
+}
+
+template <int Bits>
+INTAGLIO_INLINE Ints dot(Ints sum, const Bytes (&codes)[kPlanes<Bits>], const std::int8_t* activations) {
+    INTAGLIO_UNROLL
+    for (std::size_t j = 0; j < kPlanes<Bits>; ++j)
+        sum = _mm512_dpbusd_epi32(sum, codes[j], _mm512_load_si512(activations + j * kBytes));
+    return sum;
+}
+
+INTAGLIO_INLINE Ints load_ints(const std::int32_t* from) { return _mm512_load_si512(from); }
+INTAGLIO_INLINE void store_negative(Ints value, std::int32_t* to) {
+    _mm512_store_si512(to, _mm512_sub_epi32(_mm512_setzero_si512(), value));
+}
+INTAGLIO_INLINE Floats to_floats(Ints value) { return _mm512_cvtepi32_ps(value); }
+INTAGLIO_INLINE Floats zeros() { return _mm512_setzero_ps(); }
+INTAGLIO_INLINE Ints zero_ints() { return _mm512_setzero_si512(); }
+INTAGLIO_INLINE Floats load_floats(const float* from) { return _mm512_load_ps(from); }
+INTAGLIO_INLINE void store_floats(Floats value, float* to) { _mm512_store_ps(to, value); }
+INTAGLIO_INLINE Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+INTAGLIO_INLINE Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+INTAGLIO_INLINE float sum_of(Floats value) { return _mm512_reduce_add_ps(value); }
+
+// The first `count` scales, zeros after them; `end` is where the memory of all scales ends.
+INTAGLIO_INLINE Floats load_scales(const std::uint8_t* from, std::size_t count, ScaleType type, const std::uint8_t*) {
+    const auto mask = static_cast<__mmask16>(0xffffu >> (16 - count));
+    if (type == ScaleType::kFloat32) return _mm512_maskz_loadu_ps(mask, from);
+    const __m256i bits = _mm256_maskz_loadu_epi16(mask, from);
+    if (type == ScaleType::kFloat16) return _mm512_cvtph_ps(bits);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
+// Which lane of the scales each lane of the sums takes.
+INTAGLIO_INLINE Pattern load_pattern(const std::int32_t* lanes) { return _mm512_loadu_si512(lanes); }
+INTAGLIO_INLINE Pattern moved(Pattern pattern, Pattern by) { return _mm512_add_epi32(pattern, by); }
+INTAGLIO_INLINE Pattern moves(std::size_t lanes) { return _mm512_set1_epi32(static_cast<int>(lanes)); }
+INTAGLIO_INLINE Floats spread(Floats scales, Pattern pattern) { return _mm512_permutexvar_ps(pattern, scales); }
+
+#elif defined(__AVX2__)
+
+constexpr std::size_t kBytes = 32, kLanes = 8;
+using Bytes = __m256i;
+using Ints = __m256i;
+using Floats = __m256;
+using Pattern = __m256i;
+
+INTAGLIO_INLINE Bytes load_bytes(const std::uint8_t* from) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+}
+INTAGLIO_INLINE Bytes load_some_bytes(const std::uint8_t* from, std::size_t count, const std::uint8_t* end) {
+    if (static_cast<std::size_t>(end - from) >= kBytes) return load_bytes(from);
+    std::uint8_t bytes[kBytes] = {};
+    std::memcpy(bytes, from, count);
+    return load_bytes(bytes);
+}
+INTAGLIO_INLINE Bytes all_bytes(int value) { return _mm256_set1_epi8(static_cast<char>(value)); }
+
+template <int Bits, int J>
+INTAGLIO_INLINE Bytes plane(Bytes packed) {
+    if (Bits == 8) return packed;
+    return _mm256_and_si256(J ? _mm256_srli_epi16(packed, Bits * J) : packed, all_bytes((1 << Bits) - 1));
+}
+
+INTAGLIO_INLINE __m256i load_activations(const std::int8_t* from) {
+    return _mm256_load_si256(reinterpret_cast<const __m256i*>(from));
+}
+
+template <int Bits>
+INTAGLIO_INLINE Ints dot(Ints sum, const Bytes (&codes)[kPlanes<Bits>], const std::int8_t* activations) {
+#if defined(__AVXVNNI__)
+    INTAGLIO_UNROLL
+    for (std::size_t j = 0; j < kPlanes<Bits>; ++j)
+        sum = _mm256_dpbusd_avx_epi32(sum, codes[j], load_activations(activations + j * kBytes));
+    return sum;
+#else
+    const __m256i ones = _mm256_set1_epi16(1);
+    if constexpr (Bits == 8) {
+        // Sums of two products need 17 bits: those of half the code fit.
+        const __m256i values = load_activations(activations), mask = all_bytes(15);
+        const __m256i low = _mm256_maddubs_epi16(_mm256_and_si256(codes[0], mask), values);
+        const __m256i high = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(codes[0], 4), mask), values);
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(high, _mm256_set1_epi16(16)));
+        return _mm256_add_epi32(sum, _mm256_madd_epi16(low, ones));
+    } else {
+        // At most 2 * 2 * 15 * 127, or 4 * 2 * 3 * 127.
+        __m256i pairs = _mm256_maddubs_epi16(codes[0], load_activations(activations));
+        INTAGLIO_UNROLL
+        for (std::size_t j = 1; j < kPlanes<Bits>; ++j)
+            pairs = _mm256_add_epi16(pairs,
+                                     _mm256_maddubs_epi16(codes[j], load_activations(activations + j * kBytes)));
+        return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
+    }
+#endif
+}
+
+INTAGLIO_INLINE Ints load_ints(const std::int32_t* from) {
+    return _mm256_load_si256(reinterpret_cast<const __m256i*>(from));
+}
+INTAGLIO_INLINE void store_negative(Ints value, std::int32_t* to) {
+    _mm256_store_si256(reinterpret_cast<__m256i*>(to), _mm256_sub_epi32(_mm256_setzero_si256(), value));
+}
+INTAGLIO_INLINE Floats to_floats(Ints value) { return _mm256_cvtepi32_ps(value); }
+INTAGLIO_INLINE Floats zeros() { return _mm256_setzero_ps(); }
+INTAGLIO_INLINE Ints zero_ints() { return _mm256_setzero_si256(); }
+INTAGLIO_INLINE Floats load_floats(const float* from) { return _mm256_load_ps(from); }
+INTAGLIO_INLINE void store_floats(Floats value, float* to) { _mm256_store_ps(to, value); }
+INTAGLIO_INLINE Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+INTAGLIO_INLINE Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+INTAGLIO_INLINE float sum_of(Floats value) {
+    __m128 sum = _mm_add_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
+    sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+    return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
+}
+
+// float_of_half, eight at a time.
+INTAGLIO_INLINE Floats floats_of_halves(__m256i halves) {
+    const __m256i magnitude = _mm256_and_si256(halves, _mm256_set1_epi32(0x7fff));
+    const __m256i sign = _mm256_slli_epi32(_mm256_xor_si256(halves, magnitude), 16);
+    const __m256i bias = _mm256_set1_epi32(0x38000000);
+    const __m256i special = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x7bff));
+    const __m256i normal = _mm256_add_epi32(_mm256_add_epi32(_mm256_slli_epi32(magnitude, 13), bias),
+                                            _mm256_and_si256(special, bias));
+    const __m256 small = _mm256_mul_ps(_mm256_cvtepi32_ps(magnitude), _mm256_set1_ps(0x1p-24f));
+    const __m256i is_small = _mm256_cmpgt_epi32(_mm256_set1_epi32(0x0400), magnitude);
+    const __m256 value = _mm256_blendv_ps(_mm256_castsi256_ps(normal), small, _mm256_castsi256_ps(is_small));
+    return _mm256_or_ps(value, _mm256_castsi256_ps(sign));
+}
+
+alignas(64) constexpr std::int32_t kFirstLanes[2 * kLanes] = {-1, -1, -1, -1, -1, -1, -1, -1};
+
+INTAGLIO_INLINE Floats load_scales(const std::uint8_t* from, std::size_t count, ScaleType type,
+                                   const std::uint8_t* end) {
+    const std::size_t stride = type == ScaleType::kFloat32 ? 4 : 2;
+    std::uint8_t values[kLanes * 4] = {};
+    if (static_cast<std::size_t>(end - from) < kLanes * stride) {
+        std::memcpy(values, from, count * stride);
+        from = values;
+    }
+    Floats scales;
+    if (type == ScaleType::kFloat32) {
+        scales = _mm256_loadu_ps(reinterpret_cast<const float*>(from));
+    } else {
+        const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+        scales = type == ScaleType::kFloat16 ? floats_of_halves(bits) : _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+    }
+    if (count == kLanes) return scales;
+    // Those of the next row, which may be anything.
+    const std::int32_t* mask = kFirstLanes + kLanes - count;
+    return _mm256_and_ps(scales, _mm256_castsi256_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(mask))));
+}
+
+INTAGLIO_INLINE Pattern load_pattern(const std::int32_t* lanes) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(lanes));
+}
+INTAGLIO_INLINE Pattern moved(Pattern pattern, Pattern by) { return _mm256_add_epi32(pattern, by); }
+INTAGLIO_INLINE Pattern moves(std::size_t lanes) { return _mm256_set1_epi32(static_cast<int>(lanes)); }
+INTAGLIO_INLINE Floats spread(Floats scales, Pattern pattern) { return _mm256_permutevar8x32_ps(scales, pattern); }
+
+#else
+
+constexpr std::size_t kBytes = 16, kLanes = 4;
+struct Bytes {
+    std::uint8_t v[kBytes];
+};
+struct Ints {
+    std::int32_t v[kLanes];
+};
+struct Floats {
+    float v[kLanes];
+};
+struct Pattern {
+    std::int32_t v[kLanes];
+};
+
+INTAGLIO_INLINE Bytes load_bytes(const std::uint8_t* from) {
+    Bytes bytes;
+    std::memcpy(bytes.v, from, kBytes);
+    return bytes;
+}
+INTAGLIO_INLINE Bytes load_some_bytes(const std::uint8_t* from, std::size_t count, const std::uint8_t*) {
+    Bytes bytes{};
+    std::memcpy(bytes.v, from, count);
+    return bytes;
+}
+INTAGLIO_INLINE Bytes all_bytes(int value) {
+    Bytes bytes;
+    for (std::uint8_t& byte : bytes.v) byte = static_cast<std::uint8_t>(value);
+    return bytes;
+}
+
+template <int Bits, int J>
+INTAGLIO_INLINE Bytes plane(Bytes packed) {
+    for (std::uint8_t& byte : packed.v) byte = static_cast<std::uint8_t>(byte >> Bits * J & ((1 << Bits) - 1));
+    return packed;
+}
+
+template <int Bits>
+INTAGLIO_INLINE Ints dot(Ints sum, const Bytes (&codes)[kPlanes<Bits>], const std::int8_t* activations) {
+    for (std::size_t j = 0; j < kPlanes<Bits>; ++j)
+        for (std::size_t b = 0; b < kBytes; ++b) sum.v[b / 4] += codes[j].v[b] * activations[j * kBytes + b];
+    return sum;
+}
+
+INTAGLIO_INLINE Ints load_ints(const std::int32_t* from) {
+    Ints ints;
+    std::memcpy(ints.v, from, sizeof ints);
+    return ints;
+}
+INTAGLIO_INLINE void store_negative(Ints value, std::int32_t* to) {
+    for (std::size_t lane = 0; lane < kLanes; ++lane) to[lane] = -value.v[lane];
+}
+INTAGLIO_INLINE Floats to_floats(Ints value) {
+    Floats floats;
+    for (std::size_t lane = 0; lane < kLanes; ++lane) floats.v[lane] = static_cast<float>(value.v[lane]);
+    return floats;
+}
+INTAGLIO_INLINE Floats zeros() { return {}; }
+INTAGLIO_INLINE Ints zero_ints() { return {}; }
+INTAGLIO_INLINE Floats load_floats(const float* from) {
+    Floats floats;
+    std::memcpy(floats.v, from, sizeof floats);
+    return floats;
+}
+INTAGLIO_INLINE void store_floats(Floats value, float* to) { std::memcpy(to, value.v, sizeof value); }
+INTAGLIO_INLINE Floats multiply(Floats a, Floats b) {
+    for (std::size_t lane = 0; lane < kLanes; ++lane) a.v[lane] *= b.v[lane];
+    return a;
+}
+INTAGLIO_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+    for (std::size_t lane = 0; lane < kLanes; ++lane) c.v[lane] += a.v[lane] * b.v[lane];
+    return c;
+}
+INTAGLIO_INLINE float sum_of(Floats value) { return (value.v[0] + value.v[1]) + (value.v[2] + value.v[3]); }
+
+INTAGLIO_INLINE Floats load_scales(const std::uint8_t* from, std::size_t count, ScaleType type, const std::uint8_t*) {
+    Floats scales{};
+    load_scales(from, 0, count, type, scales.v);
+    return scales;
+}
+
+INTAGLIO_INLINE Pattern load_pattern(const std::int32_t* lanes) {
+    Pattern pattern;
+    std::memcpy(pattern.v, lanes, sizeof pattern);
+    return pattern;
+}
+INTAGLIO_INLINE Pattern moved(Pattern pattern, Pattern by) {
+    for (std::size_t lane = 0; lane < kLanes; ++lane) pattern.v[lane] += by.v[lane];
+    return pattern;
+}
+INTAGLIO_INLINE Pattern moves(std::size_t lanes) {
+    Pattern pattern;
+    for (std::int32_t& lane : pattern.v) lane = static_cast<std::int32_t>(lanes);
+    return pattern;
+}
+// The last step leads past the last lane.
+INTAGLIO_INLINE Floats spread(Floats scales, Pattern pattern) {
+    Floats floats;
+    for (std::size_t lane = 0; lane < kLanes; ++lane) floats.v[lane] = scales.v[pattern.v[lane] & 3];
+    return floats;
+}
+
+#endif
+
+}  // namespace
+}  // namespace intaglio
