@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -17,8 +13,9 @@ import numpy as np
 
 from intaglio.engines.engine import Engine
 from intaglio.engines.memory import peak_rss_bytes, reset_peak_rss
-from intaglio.errors import InputError, RuntimeMissingError
+from intaglio.errors import InputError
 from intaglio.progress import Progress, ProgressCallback
+from intaglio.runtimes.competitors.child import Competitor
 from intaglio.runtimes.images import check_size
 from intaglio.runtimes.machine import Float32MatMul, describe_machine
 from intaglio.runtimes.profile import profiled_session, read_profiles
@@ -130,35 +127,5 @@ def _competitor(engine: Engine, name: str | None, feeds: Mapping[str, np.ndarray
         "text_tokens": feeds["encoder_hidden_states"].shape[1],
         "threads": threads or os.cpu_count(),
     }
-    # Its warnings go to a file: a pipe that nobody reads fills up and stops it.
-    with tempfile.TemporaryFile("w+") as stderr:
-        child = subprocess.Popen(
-            [sys.executable, "-P", "-m", COMPETITORS[name], json.dumps(request)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-        )
-        assert child.stdin is not None and child.stdout is not None
-        stdin, stdout = child.stdin, child.stdout
-
-        def answer() -> str:
-            line = stdout.readline()
-            if not line:
-                code = child.wait()
-                stderr.seek(0)
-                last = stderr.read().strip().splitlines()[-1:] or [f"it ended with {code}"]
-                raise RuntimeMissingError(f"{name} cannot be run beside ours: {last[0]}")
-            return line
-
-        def run() -> list[float]:
-            stdin.write("step\n")
-            stdin.flush()
-            return [float(answer())]
-
-        try:
-            answer()  # the model is there
-            yield run
-        finally:
-            child.kill()
-            child.communicate()
+    with Competitor(name, COMPETITORS[name], request) as competitor:
+        yield lambda: [competitor.seconds()]

@@ -19,6 +19,23 @@ def describe_machine(threads: int) -> dict[str, Any]:
     return {"processor": _processor(), "threads": threads or os.cpu_count(), "system": platform.platform()}
 
 
+# Of what Linux says a processor has, what decides how fast products are.
+_FEATURES = (
+    "avx2", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8",
+    "amx_bf16", "asimddp", "i8mm", "bf16", "sve",
+)  # fmt: skip
+
+
+def processor_features() -> list[str]:
+    """Instructions for products that the system says the processor has; none where it does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return []
+    found = {word for line in lines if line.startswith(("flags", "Features")) for word in line.split()}
+    return [name for name in _FEATURES if name in found]
+
+
 def read_bandwidth(threads: int) -> float:
     """Bytes a second at which ``threads`` threads read memory."""
     # Larger than any cache of today's desktops; each thread sums its own part.

@@ -26,7 +26,7 @@ FastRowsKernel fast_rows_avx2() noexcept;
 FastRowsKernel fast_rows_avx_vnni() noexcept;
 FastRowsKernel fast_rows_avx512_vnni() noexcept;
 
-// Takes every format that is_fast_format (fast_matmul.h) knows, and any number of rows. The product must outlive
+// Takes every format that has_fast_matmul (fast_matmul.h) knows, and any number of rows. The product must outlive
 // the work, and the machine must have `set`.
 std::unique_ptr<ParallelWork> make_fast_rows(const GroupedQuantMatMul& product, InstructionSet set);
 
