@@ -61,6 +61,11 @@ def lower(model: ir.Model, accuracy: str) -> ir.Model:
     from intaglio.engines.graph_stats import activation_dtype
     from intaglio.engines.lowering.bind_kernels import BindKernelsPass
     from intaglio.engines.lowering.fast_products import FastProductsPass
+    from intaglio.engines.lowering.fuse_gates import FuseGatesPass
+    from intaglio.engines.lowering.fuse_gather import FuseGatherPass
+    from intaglio.engines.lowering.fuse_norms import FuseNormsPass
+    from intaglio.engines.lowering.fuse_projections import FuseProjectionsPass
+    from intaglio.engines.lowering.fuse_residuals import FuseResidualsPass
     from intaglio.engines.lowering.group_norm import GroupNormPass
     from intaglio.engines.lowering.widen_dtype import WidenDtypePass
     from intaglio.engines.lowering.widen_products import WidenProductsPass
@@ -76,6 +81,9 @@ def lower(model: ir.Model, accuracy: str) -> ir.Model:
     BindKernelsPass(_KERNEL_OPS, _KERNEL_BITS)(model)
     if accuracy == "fast":
         FastProductsPass()(model)
+    # A norm joins what the passes before it made.
+    for join in (FuseGatherPass, FuseGatesPass, FuseResidualsPass, FuseProjectionsPass, FuseNormsPass):
+        join()(model)
     return model
 
 

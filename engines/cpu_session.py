@@ -72,6 +72,7 @@ class CpuSession:
         profile: Path | None = None,
     ) -> None:
         self.name, self.stage, self.dims = name, stage, dict(dims)
+        self._outputs = [tensor.name for tensor in stage.outputs]
         self._ort = import_onnxruntime()
         if type(threads) is not int or not 0 <= threads <= _MAX_THREADS:
             raise InputError(f"threads is {threads!r}, expected 0 (one a core) to {_MAX_THREADS}")
@@ -93,7 +94,8 @@ class CpuSession:
         of the graph.
         """
         check_feeds(self.name, self.stage, self.dims, feeds)
-        names = [tensor.name for tensor in self.stage.outputs if outputs is None or tensor.name in outputs]
+        chosen = None if outputs is None else frozenset(outputs)
+        names = [name for name in self._outputs if chosen is None or name in chosen]
         try:
             values = {
                 name: self._ort.OrtValue.ortvalue_from_numpy(value) if isinstance(value, np.ndarray) else value

@@ -73,20 +73,24 @@ def check_feeds(stage_name: str, stage: Interface, dims: Mapping[str, Dim], feed
         missing, unknown = sorted(declared.keys() - feeds.keys()), sorted(feeds.keys() - declared.keys())
         raise InputError(f"{stage_name}: inputs are missing: {missing}; or unknown: {unknown}")
     sizes: dict[str, int] = {}
+    # Of each declared shape, one that fits: the layers of a cache have one shape, and are many at every token.
+    fitting: dict[tuple[int | str, ...], tuple[int, ...]] = {}
     for name, tensor in declared.items():
+        wanted_shape = tensor.shape
         shape = tuple(_shape(feeds[name]))
         dtype = getattr(feeds[name], "dtype", None)
         if dtype is not None and str(dtype) != tensor.dtype:
             raise InputError(f"{stage_name}: {name} is {dtype}, expected {tensor.dtype}")
-        if tensor.shape is None:
+        if wanted_shape is None or fitting.get(wanted_shape) == shape:
             continue
-        fits = len(shape) == len(tensor.shape) and all(
+        fits = len(shape) == len(wanted_shape) and all(
             found == (wanted if isinstance(wanted, int) else sizes.setdefault(wanted, found))
-            for found, wanted in zip(shape, tensor.shape, strict=True)
+            for found, wanted in zip(shape, wanted_shape, strict=True)
         )
         if not fits:
             known = f" with {sizes}" if sizes else ""
-            raise InputError(f"{stage_name}: {name} has the shape {list(shape)}, expected {list(tensor.shape)}{known}")
+            raise InputError(f"{stage_name}: {name} has the shape {list(shape)}, expected {list(wanted_shape)}{known}")
+        fitting[wanted_shape] = shape
     for name, size in sizes.items():
         _check_size(stage_name, name, size, dims.get(name), sizes)
 
