@@ -59,6 +59,7 @@ def lower(model: ir.Model) -> ir.Model:
 
     from intaglio.engines.graph_stats import activation_dtype
     from intaglio.engines.lowering.bind_kernels import BindKernelsPass
+    from intaglio.engines.lowering.fuse_attention import FuseAttentionPass
     from intaglio.engines.lowering.group_norm import GroupNormPass
     from intaglio.engines.lowering.widen_dtype import WidenDtypePass
     from intaglio.engines.lowering.widen_products import WidenProductsPass
@@ -68,6 +69,7 @@ def lower(model: ir.Model) -> ir.Model:
     model.metadata_props[_DTYPE] = said.get(asked, asked)
     # onnxruntime's CPU has no product of bfloat16, and one of float16 only on some processors.
     WidenDtypePass(ir.DataType.BFLOAT16, [DOMAIN])(model)
+    FuseAttentionPass()(model)
     # onnxruntime's own adds up a group in one float32.
     GroupNormPass()(model)
     WidenProductsPass({(DOMAIN, "GroupedQuantMatMul"): (0,), ("", "MatMul"): (0, 1)})(model)
@@ -159,8 +161,8 @@ def build(graph: Path, weights_folder: Path, stage: StageInfo, dims: Mapping[str
         weight_count=weight_count,
         bits_per_weight=round(8 * weight_bytes / weight_count, 3) if weight_count else 0.0,
         widened_bytes=widened_bytes(model),
-        attention_fused=operators.get("Attention", 0),
-        attention_total=count_nodes(model, "Attention"),
+        attention_fused=operators.get("Attention", 0) + operators.get("FusedAttention", 0),
+        attention_total=count_nodes(model, "Attention") + count_nodes(model, "FusedAttention", DOMAIN),
         fallbacks=count_fallbacks(model),
         operators=operators,
         seconds=round(time.monotonic() - started, 3),

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "attention_op.h"
 #include "grouped_quant_op.h"
 #include "op.h"
 
@@ -17,6 +18,7 @@ constexpr const char* kDomain = "intaglio";
 std::vector<std::unique_ptr<RegisteredOp>> make_ops(const ort::ApiTable* table) {
     std::vector<std::unique_ptr<RegisteredOp>> ops;
     ops.push_back(std::make_unique<OpOf<GroupedQuantMatMulKernel>>(table));
+    ops.push_back(std::make_unique<OpOf<AttentionKernel>>(table));
     return ops;
 }
 
