@@ -66,6 +66,7 @@ def lower(model: ir.Model, accuracy: str) -> ir.Model:
     from intaglio.engines.lowering.fuse_norms import FuseNormsPass
     from intaglio.engines.lowering.fuse_projections import FuseProjectionsPass
     from intaglio.engines.lowering.fuse_residuals import FuseResidualsPass
+    from intaglio.engines.lowering.fuse_attention import FuseAttentionPass
     from intaglio.engines.lowering.group_norm import GroupNormPass
     from intaglio.engines.lowering.widen_dtype import WidenDtypePass
     from intaglio.engines.lowering.widen_products import WidenProductsPass
@@ -75,6 +76,7 @@ def lower(model: ir.Model, accuracy: str) -> ir.Model:
     model.metadata_props[_DTYPE] = said.get(asked, asked)
     # onnxruntime's CPU has no product of bfloat16, and one of float16 only on some processors.
     WidenDtypePass(ir.DataType.BFLOAT16, [DOMAIN])(model)
+    FuseAttentionPass()(model)
     # onnxruntime's own adds up a group in one float32.
     GroupNormPass()(model)
     WidenProductsPass({(DOMAIN, "GroupedQuantMatMul"): (0,), ("", "MatMul"): (0, 1)})(model)
@@ -177,8 +179,8 @@ def build(graph: Path, weights_folder: Path, stage: StageInfo, dims: Mapping[str
         weight_count=weight_count,
         bits_per_weight=round(8 * weight_bytes / weight_count, 3) if weight_count else 0.0,
         widened_bytes=widened_bytes(model),
-        attention_fused=operators.get("Attention", 0),
-        attention_total=count_nodes(model, "Attention"),
+        attention_fused=operators.get("Attention", 0) + operators.get("FusedAttention", 0),
+        attention_total=count_nodes(model, "Attention") + count_nodes(model, "FusedAttention", DOMAIN),
         fallbacks=count_fallbacks(model),
         exact_products=count_exact_products(model) if accuracy == "fast" else {},
         instruction_set=result["instruction_set"],

@@ -73,9 +73,9 @@ def _gathered_from(value: ir.Value | None) -> ir.Value | None:
     return node.inputs[0] if node is not None and node.op_type == "Gather" else value
 
 
-def count_nodes(model: ir.Model, op_type: str) -> int:
-    """How many nodes of the standard domain have this type."""
-    return sum(node.op_type == op_type and not node.domain for node in model.graph.all_nodes())
+def count_nodes(model: ir.Model, op_type: str, domain: str = "") -> int:
+    """How many nodes of a domain, the standard one if none is named, have this type."""
+    return sum(node.op_type == op_type and node.domain == domain for node in model.graph.all_nodes())
 
 
 def count_fallbacks(model: ir.Model) -> dict[str, int]:

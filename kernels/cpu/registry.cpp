@@ -8,6 +8,7 @@
 
 #include "fused_gather_op.h"
 #include "fused_matmul_op.h"
+#include "attention_op.h"
 #include "grouped_quant_op.h"
 #include "op.h"
 
@@ -21,6 +22,7 @@ std::vector<std::unique_ptr<RegisteredOp>> make_ops(const ort::ApiTable* table) 
     ops.push_back(std::make_unique<OpOf<GroupedQuantMatMulKernel>>(table));
     ops.push_back(std::make_unique<OpOf<FusedGroupedQuantMatMulKernel>>(table));
     ops.push_back(std::make_unique<OpOf<GroupedQuantGatherKernel>>(table));
+    ops.push_back(std::make_unique<OpOf<AttentionKernel>>(table));
     return ops;
 }
 

@@ -1,0 +1,150 @@
+#include "attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <new>
+
+namespace intaglio {
+namespace {
+
+// From this many parts on, threads end about together.
+constexpr std::size_t kWantedParts = 32;
+// Multiplications below which handing work to other threads costs more than it saves.
+constexpr std::size_t kSmall = std::size_t{1} << 17;
+
+std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
+
+// Memory of this thread, grown when more is asked for and kept until the thread ends; null where there is none.
+float* thread_memory(std::size_t floats) noexcept {
+    struct Delete {
+        void operator()(float* block) const { ::operator delete(block, std::align_val_t{64}); }
+    };
+    static thread_local std::unique_ptr<float, Delete> block;
+    static thread_local std::size_t size = 0;
+    if (floats > size) {
+        block.reset();
+        block.reset(static_cast<float*>(
+            ::operator new(floats * sizeof(float), std::align_val_t{64}, std::nothrow)));
+        size = block ? floats : 0;
+    }
+    return block.get();
+}
+
+// What the kernels in float32 are compiled for.
+enum class Level { kPortable, kAvx2, kAvx512 };
+
+Level level_of(InstructionSet set) {
+    if (set >= InstructionSet::kAvx512) return Level::kAvx512;
+    if (set >= InstructionSet::kAvx2) return Level::kAvx2;
+    return Level::kPortable;
+}
+
+void attend_tiles(Level level, const Attention& attention, const AttentionRows& rows, float* memory) noexcept {
+#if INTAGLIO_HAS_avx512
+    if (level == Level::kAvx512) return attend_tiles_avx512(attention, rows, memory);
+#endif
+#if INTAGLIO_HAS_avx2
+    if (level == Level::kAvx2) return attend_tiles_avx2(attention, rows, memory);
+#endif
+    (void)level;
+    attend_tiles_portable(attention, rows, memory);
+}
+
+void attend_split(Level level, const Attention& attention, const AttentionRows& rows, std::size_t split,
+                  float* partial) noexcept {
+#if INTAGLIO_HAS_avx512
+    if (level == Level::kAvx512) return attend_split_avx512(attention, rows, split, partial);
+#endif
+#if INTAGLIO_HAS_avx2
+    if (level == Level::kAvx2) return attend_split_avx2(attention, rows, split, partial);
+#endif
+    (void)level;
+    attend_split_portable(attention, rows, split, partial);
+}
+
+}  // namespace
+
+std::size_t tile_memory(const Attention& a) {
+    constexpr std::size_t part_rows = kTileQueries * kPartTiles, spare = 16;
+    return (a.D + a.E + 2) * part_rows + (kTileKeys + spare) * (a.D + a.E) +
+           (2 * (kTileKeys + spare) + kTileKeys) * kTileQueries + std::max(a.D, a.E) + 16 * spare;
+}
+
+AttentionWork::AttentionWork(const Attention& attention, InstructionSet set) : attention_(attention), set_(set) {
+    const Attention& a = attention;
+    rows_ = a.S * (a.H / a.K);
+    is_small_ = a.B * a.H * a.S * a.T * (a.D + a.E) < kSmall;
+    if (rows_ <= kFewRows && !a.key_rotary.cos && a.D <= 256) {
+        splits_ = ceil_div(a.T, kSplitKeys);
+        // A cache line for itself: neighbours are written by other threads.
+        partial_floats_ = ceil_div(rows_ * (a.E + 2), 16) * 16;
+        part_rows_ = rows_;
+        row_parts_ = 1;
+        return;
+    }
+    const std::size_t tiles = ceil_div(rows_, kTileQueries);
+    const std::size_t wanted = ceil_div(kWantedParts, a.B * a.K);
+    part_rows_ = std::clamp<std::size_t>(tiles / wanted, 1, kPartTiles) * kTileQueries;
+    row_parts_ = ceil_div(rows_, part_rows_);
+}
+
+std::size_t AttentionWork::phases() const { return splits_ ? 2 : 1; }
+
+std::size_t AttentionWork::parts(std::size_t phase) const {
+    const std::size_t heads = attention_.B * attention_.K;
+    if (!splits_) return heads * row_parts_;
+    // Adding up is too little to hand over.
+    return phase == 0 ? heads * splits_ : 1;
+}
+
+std::size_t AttentionWork::scratch_bytes() const {
+    return attention_.B * attention_.K * splits_ * partial_floats_ * sizeof(float);
+}
+
+void AttentionWork::compute(std::size_t phase, std::size_t part, std::byte* scratch) const noexcept {
+    const Attention& a = attention_;
+    float* partials = reinterpret_cast<float*>(scratch);
+    if (splits_ && phase == 1) {
+        for (std::size_t head = 0; head < a.B * a.K; ++head) add_splits(head, partials);
+        return;
+    }
+    if (splits_) {
+        const std::size_t head = part / splits_;
+        const AttentionRows rows{head / a.K, head % a.K, 0, rows_};
+        return attend_split(level_of(set_), a, rows, part % splits_, partials + part * partial_floats_);
+    }
+    const std::size_t head = part / row_parts_, row = part % row_parts_ * part_rows_;
+    const AttentionRows rows{head / a.K, head % a.K, row, std::min(row + part_rows_, rows_)};
+    float* memory = thread_memory(tile_memory(a));
+    if (!memory) {
+        ran_out_of_memory_ = true;
+        return;
+    }
+    attend_tiles(level_of(set_), a, rows, memory);
+}
+
+void AttentionWork::add_splits(std::size_t head, const float* partials) const noexcept {
+    const Attention& a = attention_;
+    partials += head * splits_ * partial_floats_;
+    for (std::size_t row = 0; row < rows_; ++row) {
+        const float* first = partials + row * (a.E + 2);
+        float largest = first[0];
+        for (std::size_t i = 1; i < splits_; ++i) largest = std::max(largest, first[i * partial_floats_]);
+        const std::size_t h = head % a.K * (a.H / a.K) + row / a.S;
+        float* to = a.output + head / a.K * a.output_batch + h * a.output_head + row % a.S * a.output_row;
+        float weight = 0;
+        for (std::size_t e = 0; e < a.E; ++e) to[e] = 0;
+        for (std::size_t i = 0; i < splits_; ++i) {
+            const float* from = first + i * partial_floats_;
+            const float decay = splits_ == 1 ? 1 : std::exp(from[0] - largest);
+            weight += from[1] * decay;
+            for (std::size_t e = 0; e < a.E; ++e) to[e] += from[2 + e] * decay;
+        }
+        // Every score was minus infinity: the sums are zeros.
+        const float factor = weight == 0 ? 0 : 1 / weight;
+        for (std::size_t e = 0; e < a.E; ++e) to[e] *= factor;
+    }
+}
+
+}  // namespace intaglio
