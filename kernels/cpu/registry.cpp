@@ -6,6 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "conv_op.h"
+#include "group_norm.h"
 #include "grouped_quant_op.h"
 #include "op.h"
 
@@ -17,6 +19,8 @@ constexpr const char* kDomain = "intaglio";
 std::vector<std::unique_ptr<RegisteredOp>> make_ops(const ort::ApiTable* table) {
     std::vector<std::unique_ptr<RegisteredOp>> ops;
     ops.push_back(std::make_unique<OpOf<GroupedQuantMatMulKernel>>(table));
+    ops.push_back(std::make_unique<OpOf<FusedConvKernel>>(table));
+    ops.push_back(std::make_unique<OpOf<GroupStatisticsKernel>>(table));
     return ops;
 }
 
