@@ -11,7 +11,7 @@ namespace intaglio {
 
 // FusedConv(x, weight, bias, mean, variance, norm_weight, norm_bias, row_mask, residual) -> y as in conv.h, of which
 // all but x and weight may be left out, the four of the norm together. Attributes: pad_top, pad_left, pad_bottom,
-// pad_right (0 if missing; negative ones cut off), upsample (1 or 2; 1 if missing), epsilon.
+// pad_right (0 if missing; negative ones cut off), upsample (1 or 2; 1 if missing), epsilon, fast.
 //
 // The weight is a constant of the graph: it is brought into the kernel's order at the first run and not read again.
 class FusedConvKernel {
