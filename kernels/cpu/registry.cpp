@@ -9,6 +9,8 @@
 #include "fused_gather_op.h"
 #include "fused_matmul_op.h"
 #include "attention_op.h"
+#include "conv_op.h"
+#include "group_norm.h"
 #include "grouped_quant_op.h"
 #include "op.h"
 
@@ -23,6 +25,8 @@ std::vector<std::unique_ptr<RegisteredOp>> make_ops(const ort::ApiTable* table) 
     ops.push_back(std::make_unique<OpOf<FusedGroupedQuantMatMulKernel>>(table));
     ops.push_back(std::make_unique<OpOf<GroupedQuantGatherKernel>>(table));
     ops.push_back(std::make_unique<OpOf<AttentionKernel>>(table));
+    ops.push_back(std::make_unique<OpOf<FusedConvKernel>>(table));
+    ops.push_back(std::make_unique<OpOf<GroupStatisticsKernel>>(table));
     return ops;
 }
 

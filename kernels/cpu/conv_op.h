@@ -1,0 +1,39 @@
+// The op FusedConv: checks its inputs and chooses a kernel.
+#pragma once
+
+#include <memory>
+#include <mutex>
+
+#include "conv.h"
+#include "op.h"
+
+namespace intaglio {
+
+// FusedConv(x, weight, bias, mean, variance, norm_weight, norm_bias, row_mask, residual) -> y as in conv.h, of which
+// all but x and weight may be left out, the four of the norm together. Attributes: pad_top, pad_left, pad_bottom,
+// pad_right (0 if missing; negative ones cut off), upsample (1 or 2; 1 if missing), epsilon, fast.
+//
+// The weight is a constant of the graph: it is brought into the kernel's order at the first run and not read again.
+class FusedConvKernel {
+   public:
+    static const OpSignature kSignature;
+    explicit FusedConvKernel(const Attributes& attributes);
+    void compute(OpContext& context) const;
+    static std::vector<SymbolicShape> infer_shapes(const std::vector<SymbolicShape>& inputs);
+
+   private:
+    struct Packed {
+        std::mutex mutex;
+        const float* from = nullptr;
+        std::unique_ptr<PackedConvWeight> weight;
+    };
+    Conv checked(const OpContext& context, Tensor* inputs) const;
+    const PackedConvWeight& packed(OpContext& context, const Conv& conv, const float* weight) const;
+
+    InstructionSet instruction_set_;
+    std::int64_t pad_top_, pad_left_, pad_bottom_, pad_right_, upsample_;
+    float epsilon_;
+    std::unique_ptr<Packed> packed_;
+};
+
+}  // namespace intaglio
