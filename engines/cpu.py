@@ -61,27 +61,31 @@ def lower(model: ir.Model, accuracy: str) -> ir.Model:
     from intaglio.engines.graph_stats import activation_dtype
     from intaglio.engines.lowering.bind_kernels import BindKernelsPass
     from intaglio.engines.lowering.fast_products import FastProductsPass
+    from intaglio.engines.lowering.fuse_attention import FuseAttentionPass
+    from intaglio.engines.lowering.fuse_conv import FuseConvPass
     from intaglio.engines.lowering.fuse_gates import FuseGatesPass
     from intaglio.engines.lowering.fuse_gather import FuseGatherPass
     from intaglio.engines.lowering.fuse_norms import FuseNormsPass
     from intaglio.engines.lowering.fuse_projections import FuseProjectionsPass
     from intaglio.engines.lowering.fuse_residuals import FuseResidualsPass
-    from intaglio.engines.lowering.fuse_attention import FuseAttentionPass
     from intaglio.engines.lowering.group_norm import GroupNormPass
     from intaglio.engines.lowering.widen_dtype import WidenDtypePass
     from intaglio.engines.lowering.widen_products import WidenProductsPass
 
+    is_fast = accuracy == "fast"
     asked = activation_dtype(model)
     said = {"bfloat16": "float32 (widened from bfloat16)", "float16": "float16 (products in float32)"}
     model.metadata_props[_DTYPE] = said.get(asked, asked)
     # onnxruntime's CPU has no product of bfloat16, and one of float16 only on some processors.
     WidenDtypePass(ir.DataType.BFLOAT16, [DOMAIN])(model)
-    FuseAttentionPass()(model)
+    FuseAttentionPass(is_fast=is_fast)(model)
+    if is_fast:
+        FuseConvPass(fast=True)(model)
     # onnxruntime's own adds up a group in one float32.
     GroupNormPass()(model)
     WidenProductsPass({(DOMAIN, "GroupedQuantMatMul"): (0,), ("", "MatMul"): (0, 1)})(model)
     BindKernelsPass(_KERNEL_OPS, _KERNEL_BITS)(model)
-    if accuracy == "fast":
+    if is_fast:
         FastProductsPass()(model)
     # A norm joins what the passes before it made.
     for join in (FuseGatherPass, FuseGatesPass, FuseResidualsPass, FuseProjectionsPass, FuseNormsPass):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from intaglio.errors import EngineError
-from intaglio.kernels.cpu.library import library_path
+from intaglio.kernels.cpu.library import library_path, load_library
 
 # Multiplications and additions that a core with two ports starts in a cycle: a loop that reaches less than
 # VALID_SHARE of them was disturbed, or the core is another one, and says little of what a kernel could reach.
@@ -32,7 +32,6 @@ VALID_SHARE = 0.85
 # What the products of each accuracy are made of, the fastest first. AMX has a column of its own: most machines lack it.
 INT8_LOOPS = ("vpdpbusd_zmm", "vpdpbusd_ymm", "smmla", "sdot")
 FLOAT32_LOOPS = ("float32_fma_zmm", "float32_fma_ymm", "float32_fma_neon")
-INSTRUCTION_SETS = ("portable", "neon", "neon_i8mm", "avx2", "avx_vnni", "avx512", "avx512_vnni", "amx")
 _ISA = "INTAGLIO_CPU_ISA"
 # Short enough to fit between two turns of what else runs on a machine; the best of several counts.
 _SECONDS, _TRIES = 0.004, 3
@@ -41,34 +40,18 @@ _SECONDS, _TRIES = 0.004, 3
 @cache
 def _library() -> Any:
     try:
-        library = ctypes.CDLL(str(library_path()))
+        library = load_library()
         library.intaglio_ceiling.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_double]
         library.intaglio_clock.argtypes = [ctypes.c_int, ctypes.c_double]
         library.intaglio_read_bandwidth.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         for name in ("intaglio_ceiling", "intaglio_clock", "intaglio_read_bandwidth"):
             getattr(library, name).restype = ctypes.c_double
-        library.intaglio_instruction_set.restype = ctypes.c_char_p
-    except (OSError, AttributeError) as error:
+    except AttributeError as error:
         raise EngineError(
             f"{library_path()}: is damaged or of another version ({error}); install it with "
             "`pip install --force-reinstall intaglio`"
         ) from error
     return library
-
-
-def instruction_sets() -> list[str]:
-    """Those that our kernels may use on this machine."""
-    return [name for name in INSTRUCTION_SETS if _library().intaglio_has_instruction_set(name.encode())]
-
-
-def chosen_instruction_set() -> str:
-    """What a kernel made now would use. Raises EngineError if INTAGLIO_CPU_ISA names what is not there."""
-    name = _library().intaglio_instruction_set()
-    if name is None:
-        raise EngineError(
-            f"{_ISA} is {os.environ.get(_ISA)!r}, expected one of {', '.join(instruction_sets())}; unset it"
-        )
-    return str(name.decode())
 
 
 @contextmanager

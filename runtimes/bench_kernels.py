@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from intaglio.errors import EngineError, RuntimeMissingError
+from intaglio.kernels.cpu.library import instruction_set, instruction_sets
 from intaglio.kernels.grouped_quant import GroupedQuantFormat, GroupedQuantRows, dequantize
 from intaglio.progress import Progress, ProgressCallback
 from intaglio.runtimes import bench_graphs
@@ -25,9 +26,7 @@ from intaglio.runtimes.bench_ceilings import (
     FLOAT32_LOOPS,
     INT8_LOOPS,
     Ceilings,
-    chosen_instruction_set,
     forced_instruction_set,
-    instruction_sets,
     is_valid,
     read_bandwidth_of,
     share_of_ports,
@@ -254,7 +253,7 @@ def _product_rows(
             row |= {f"{_NBITS}_{key}": value for key, value in accuracies[_NBITS].items() if key != "digest"}
         if accuracy == "fast":
             # Where no fast kernel takes a format, the exact one does.
-            row["is_exact_kernel"] = row["digest"] == accuracies[_name("exact", chosen_instruction_set())]["digest"]
+            row["is_exact_kernel"] = row["digest"] == accuracies[_name("exact", instruction_set())]["digest"]
         del row["digest"]
         if product.M == 1:
             row |= _bandwidth(group, name, read_bytes, len(matrices))
@@ -295,7 +294,7 @@ def _matrices(product: Product, rotated_bytes: int, rng: np.random.Generator) ->
 
 def _variants(x: np.ndarray, matrices: Sequence[Weight], threads: int) -> dict[str, tuple[str, str, Runner]]:
     """Accuracy, instruction set and runner of what we have: also ``fast`` without AMX, which most machines lack."""
-    best = chosen_instruction_set()
+    best = instruction_set()
     sets = [best] + (["avx512_vnni"] if best == "amx" and "avx512_vnni" in instruction_sets() else [])
     found = {}
     for accuracy, isa in [("exact", best), *(("fast", isa) for isa in sets)]:
@@ -411,7 +410,7 @@ def _attention_rows(
         "bits": 32,
         "shape": [attention.heads, attention.tokens, attention.head_dim],
         "accuracy": "exact",
-        "instruction_set": chosen_instruction_set(),
+        "instruction_set": instruction_set(),
         "ours_gops": _round(best, 1),
         "ours_median_gops": _round(median, 1),
         **({"ours_reason": group.reasons["ours"]} if "ours" in group.reasons else {}),

@@ -23,6 +23,13 @@ extern "C" INTAGLIO_EXPORT int intaglio_instruction_set(char* text, std::size_t 
     }
 }
 
+// Whether this build and this machine have the set of this name.
+extern "C" INTAGLIO_EXPORT int intaglio_has_instruction_set(const char* name) {
+    for (intaglio::InstructionSet set : intaglio::kInstructionSets)
+        if (std::strcmp(intaglio::name_of(set), name) == 0) return intaglio::has_instruction_set(set);
+    return 0;
+}
+
 extern "C" INTAGLIO_EXPORT int intaglio_has_fast_matmul(std::int64_t group_size, std::int64_t width) {
     return intaglio::has_fast_matmul(static_cast<std::size_t>(group_size), static_cast<std::size_t>(width));
 }

@@ -24,9 +24,6 @@ const CeilingLoop* ceiling_loops_neon_i8mm();
 
 namespace {
 
-constexpr InstructionSet kAll[] = {InstructionSet::kPortable, InstructionSet::kNeon,    InstructionSet::kNeonI8mm,
-                                   InstructionSet::kAvx2,     InstructionSet::kAvxVnni, InstructionSet::kAvx512,
-                                   InstructionSet::kAvx512Vnni, InstructionSet::kAmx};
 
 const CeilingLoop* loops_of(InstructionSet set) {
     switch (set) {
@@ -56,7 +53,7 @@ const CeilingLoop* loops_of(InstructionSet set) {
 }
 
 const CeilingLoop* find_loop(const char* name) {
-    for (InstructionSet set : kAll) {
+    for (InstructionSet set : kInstructionSets) {
         const CeilingLoop* loop = has_instruction_set(set) ? loops_of(set) : nullptr;
         for (; loop && loop->name; ++loop)
             if (std::strcmp(loop->name, name) == 0) return loop;
@@ -187,19 +184,5 @@ double intaglio_read_bandwidth(const void* const* buffers, const std::size_t* by
         return total / seconds;
     };
     return std::max({rate(intaglio::read<1>, 2048), rate(intaglio::read<4>, 1024), rate(intaglio::read<8>, 512)});
-}
-
-const char* intaglio_instruction_set() {
-    try {
-        return intaglio::name_of(intaglio::chosen_instruction_set());
-    } catch (const std::invalid_argument&) {
-        return nullptr;
-    }
-}
-
-int intaglio_has_instruction_set(const char* name) {
-    for (intaglio::InstructionSet set : intaglio::kAll)
-        if (std::strcmp(intaglio::name_of(set), name) == 0) return intaglio::has_instruction_set(set);
-    return 0;
 }
 }

@@ -29,11 +29,4 @@ INTAGLIO_EXPORT double intaglio_clock(int threads, double seconds);
 // reads a part of every buffer.
 INTAGLIO_EXPORT double intaglio_read_bandwidth(const void* const* buffers, const std::size_t* bytes,
                                                std::size_t count, int threads);
-
-// The set that a kernel made now takes, under the name that INTAGLIO_CPU_ISA knows; null if that asks for one that
-// this build or this machine lacks.
-INTAGLIO_EXPORT const char* intaglio_instruction_set();
-
-// Whether this build and this machine have the set of this name.
-INTAGLIO_EXPORT int intaglio_has_instruction_set(const char* name);
 }

@@ -19,10 +19,6 @@
 namespace intaglio {
 namespace {
 
-constexpr InstructionSet kAll[] = {InstructionSet::kPortable, InstructionSet::kNeon,   InstructionSet::kNeonI8mm,
-                                   InstructionSet::kAvx2,     InstructionSet::kAvxVnni, InstructionSet::kAvx512,
-                                   InstructionSet::kAvx512Vnni, InstructionSet::kAmx};
-
 #if defined(__x86_64__)
 [[maybe_unused]] bool has_avx512() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -112,7 +108,7 @@ InstructionSet chosen_instruction_set() {
     const char* wanted = std::getenv("INTAGLIO_CPU_ISA");
     InstructionSet best = InstructionSet::kPortable;
     std::string known;
-    for (InstructionSet set : kAll) {
+    for (InstructionSet set : kInstructionSets) {
         const bool has = has_instruction_set(set);
         if (wanted && std::strcmp(wanted, name_of(set)) == 0) {
             if (has) return set;

@@ -6,6 +6,10 @@ namespace intaglio {
 // In the order of preference. kNeon is ARMv8.2 with dot products, kAvx512 has F, BW, DQ and VL.
 enum class InstructionSet { kPortable, kNeon, kNeonI8mm, kAvx2, kAvxVnni, kAvx512, kAvx512Vnni, kAmx };
 
+constexpr InstructionSet kInstructionSets[] = {
+    InstructionSet::kPortable, InstructionSet::kNeon,   InstructionSet::kNeonI8mm,   InstructionSet::kAvx2,
+    InstructionSet::kAvxVnni,  InstructionSet::kAvx512, InstructionSet::kAvx512Vnni, InstructionSet::kAmx};
+
 // As users write it: portable, neon, neon_i8mm, avx2, avx_vnni, avx512, avx512_vnni, amx.
 const char* name_of(InstructionSet set);
 

@@ -9,6 +9,7 @@ from functools import cache
 import intaglio.kernels.cpu as package
 from intaglio.errors import EngineError
 
+INSTRUCTION_SETS = ("portable", "neon", "neon_i8mm", "avx2", "avx_vnni", "avx512", "avx512_vnni", "amx")
 _NAMES = ("intaglio_cpu.so", "intaglio_cpu.dylib", "intaglio_cpu.dll")
 
 
@@ -50,6 +51,11 @@ def instruction_set() -> str:
     if not found:
         raise EngineError(name.value.decode())
     return name.value.decode()
+
+
+def instruction_sets() -> list[str]:
+    """The names of those that the kernels may use on this machine, the best last."""
+    return [name for name in INSTRUCTION_SETS if load_library().intaglio_has_instruction_set(name.encode())]
 
 
 def has_fast_matmul(group_size: int, width: int) -> bool:
