@@ -1,5 +1,6 @@
 #include "fast_matmul.h"
 
+#include "fast_panel.h"
 #include "fast_rows.h"
 
 namespace intaglio {
@@ -10,8 +11,9 @@ bool is_fast_format(const GroupedQuantMatMul& product) {
 
 std::unique_ptr<ParallelWork> make_fast_matmul(const GroupedQuantMatMul& product, InstructionSet set) {
     if (!is_fast_format(product)) return nullptr;
-    if (product.M < kFastManyRows) return make_fast_rows(product, set);
-    return nullptr;
+    if (product.M >= kFastManyRows)
+        if (auto work = make_fast_panel(product, set)) return work;
+    return make_fast_rows(product, set);
 }
 
 }  // namespace intaglio
