@@ -1,0 +1,131 @@
+#include "fast_panel.h"
+
+#include <algorithm>
+
+namespace intaglio {
+namespace {
+
+// A product is cut into at least this many parts where it is large enough, so that the threads end together.
+constexpr std::size_t kParts = 48, kMinPartRows = 96;
+
+std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
+std::size_t round_up(std::size_t a, std::size_t b) { return ceil_div(a, b) * b; }
+
+struct PanelKernel {
+    PanelOrder order;
+    std::size_t strip_rows, unit;
+    bool signed_codes;
+    void (*quantize)(const PanelPlan&, std::size_t strip, std::byte* scratch) noexcept;
+    void (*multiply)(const PanelPlan&, const FastBlock&, std::byte* scratch) noexcept;
+};
+
+PanelKernel kernel_for(InstructionSet set) {
+    PanelKernel kernel{};
+#if INTAGLIO_HAS_avx512_vnni
+    if (set >= InstructionSet::kAvx512Vnni)
+        kernel = {PanelOrder::kInterleaved, 6, 16, false, quantize_strip_avx512_vnni, multiply_panel_avx512_vnni};
+#endif
+#if INTAGLIO_HAS_amx
+    if (set == InstructionSet::kAmx) kernel = {PanelOrder::kTiles, 32, 64, true, quantize_strip_avx512_vnni,
+                  multiply_panel_amx};
+#endif
+    (void)set;
+    return kernel;
+}
+
+class FastPanel final : public ParallelWork {
+   public:
+    FastPanel(const GroupedQuantMatMul& product, const PanelKernel& kernel)
+        : plan_(product, kernel.order, kernel.strip_rows, kernel.unit, kernel.signed_codes),
+          kernel_(kernel),
+          column_parts_(ceil_div(product.N, kFastColumns)) {
+        const std::size_t wanted = std::max(ceil_div(product.M, kFastRows),
+                                            std::min(ceil_div(kParts, column_parts_), product.M / kMinPartRows));
+        row_parts_ = std::clamp<std::size_t>(wanted, 1, plan_.strips);
+    }
+
+    std::size_t phases() const override { return 2; }
+    std::size_t parts(std::size_t phase) const override {
+        return phase == 0 ? plan_.strips : row_parts_ * column_parts_;
+    }
+    std::size_t scratch_bytes() const override { return plan_.scratch_bytes(); }
+    void compute(std::size_t phase, std::size_t part, std::byte* scratch) const noexcept override {
+        if (phase == 0) return kernel_.quantize(plan_, part, scratch);
+        const std::size_t row_part = part / column_parts_;
+        kernel_.multiply(plan_,
+                         {plan_.strips * row_part / row_parts_, plan_.strips * (row_part + 1) / row_parts_,
+                          part % column_parts_ * kFastColumns},
+                         scratch);
+    }
+
+   private:
+    PanelPlan plan_;
+    PanelKernel kernel_;
+    std::size_t column_parts_, row_parts_;
+};
+
+}  // namespace
+
+PanelPlan::PanelPlan(const GroupedQuantMatMul& p, PanelOrder given_order, std::size_t most_rows, std::size_t given_unit,
+                     bool signed_codes)
+    : product(p), order(given_order), strip_rows(most_rows), unit(given_unit) {
+    base = !signed_codes ? 0 : p.bits == 8 ? 128 : p.zero_point;
+    strips = ceil_div(p.M, strip_rows);
+    rows = order == PanelOrder::kTiles ? round_up(p.M, kTileRows) : p.M;
+    groups = p.K / p.group_size;
+    pieces = ceil_div(p.group_size, kPanelBlock);
+    piece = pieces == 1 ? p.group_size : round_up(ceil_div(p.group_size, pieces), 64);
+    group_length = round_up(p.group_size, unit);
+    segments = groups * pieces;
+    block_segments = pieces == 1 ? std::max<std::size_t>(kPanelBlock / group_length, 1) : 1;
+    blocks = ceil_div(segments, block_segments);
+}
+
+PanelPlan::Segment PanelPlan::segment(std::size_t index) const {
+    Segment s{};
+    s.group = index / pieces;
+    const std::size_t start = index % pieces * piece;
+    s.input = s.group * product.group_size + start;
+    s.inputs = std::min(piece, product.group_size - start);
+    s.starts_group = start == 0;
+    s.position = s.group * group_length + start;
+    s.length = round_up(s.inputs, unit);
+    return s;
+}
+
+PanelPlan::Block PanelPlan::block(std::size_t index) const {
+    Block b{};
+    b.segment = index * block_segments;
+    b.segments = std::min(block_segments, segments - b.segment);
+    const Segment last = segment(b.segment + b.segments - 1);
+    b.position = segment(b.segment).position;
+    b.length = last.position + last.length - b.position;
+    return b;
+}
+
+std::size_t PanelPlan::strip_begin(std::size_t strip) const {
+    return order == PanelOrder::kTiles ? std::min(strip * strip_rows, rows) : product.M * strip / strips;
+}
+
+std::int8_t* PanelPlan::x_of(std::byte* scratch, const Block& block, std::size_t strip) const {
+    return reinterpret_cast<std::int8_t*>(scratch) + block.position * rows + strip_begin(strip) * block.length;
+}
+
+PanelPlan::Factors PanelPlan::factors_of(std::byte* scratch, const Block& block, std::size_t strip) const {
+    const std::size_t x_bytes = round_up(rows * groups * group_length, 64), all = rows * segments;
+    float* scales =
+        reinterpret_cast<float*>(scratch + x_bytes) + block.segment * rows + strip_begin(strip) * block.segments;
+    return {scales, reinterpret_cast<std::int32_t*>(scales + all), scales + 2 * all};
+}
+
+std::size_t PanelPlan::scratch_bytes() const {
+    return round_up(rows * groups * group_length, 64) + 3 * sizeof(float) * rows * segments;
+}
+
+std::unique_ptr<ParallelWork> make_fast_panel(const GroupedQuantMatMul& product, InstructionSet set) {
+    const PanelKernel kernel = kernel_for(set);
+    if (!kernel.multiply) return nullptr;
+    return std::make_unique<FastPanel>(product, kernel);
+}
+
+}  // namespace intaglio
