@@ -6,14 +6,14 @@
 #include <utility>
 #include <vector>
 
+#include "attention_op.h"
+#include "conv_op.h"
 #include "fused_gated_add_op.h"
 #include "fused_gather_op.h"
 #include "fused_head_norm_op.h"
 #include "fused_matmul_op.h"
 #include "fused_norm_op.h"
 #include "fused_swiglu_op.h"
-#include "attention_op.h"
-#include "conv_op.h"
 #include "group_norm.h"
 #include "grouped_quant_op.h"
 #include "op.h"
