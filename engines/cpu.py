@@ -63,11 +63,7 @@ def lower(model: ir.Model, accuracy: str) -> ir.Model:
     from intaglio.engines.lowering.fast_products import FastProductsPass
     from intaglio.engines.lowering.fuse_attention import FuseAttentionPass
     from intaglio.engines.lowering.fuse_conv import FuseConvPass
-    from intaglio.engines.lowering.fuse_gates import FuseGatesPass
-    from intaglio.engines.lowering.fuse_gather import FuseGatherPass
-    from intaglio.engines.lowering.fuse_norms import FuseNormsPass
-    from intaglio.engines.lowering.fuse_projections import FuseProjectionsPass
-    from intaglio.engines.lowering.fuse_residuals import FuseResidualsPass
+    from intaglio.engines.lowering.fuse_rows import fuse_rows
     from intaglio.engines.lowering.group_norm import GroupNormPass
     from intaglio.engines.lowering.widen_dtype import WidenDtypePass
     from intaglio.engines.lowering.widen_products import WidenProductsPass
@@ -87,9 +83,7 @@ def lower(model: ir.Model, accuracy: str) -> ir.Model:
     BindKernelsPass(_KERNEL_OPS, _KERNEL_BITS)(model)
     if is_fast:
         FastProductsPass()(model)
-    # A norm joins what the passes before it made.
-    for join in (FuseGatherPass, FuseGatesPass, FuseResidualsPass, FuseProjectionsPass, FuseNormsPass):
-        join()(model)
+    fuse_rows(model)
     return model
 
 

@@ -45,12 +45,16 @@ def widened_bytes(model: ir.Model) -> int:
     return sum(copies.values())
 
 
+# Of one weight, and of one or several with their neighbours.
+_PRODUCTS = ("GroupedQuantMatMul", "FusedGroupedQuantMatMul")
+
+
 def count_exact_products(model: ir.Model) -> dict[str, int]:
     """Products with packed weights that run exact, counted by format."""
     formats = [
         f"{node.attributes['bits'].as_int()} bits in groups of {node.attributes['group_size'].as_int()}"
         for node in model.graph.all_nodes()
-        if (node.domain, node.op_type) == (DOMAIN, "GroupedQuantMatMul") and "fast" not in node.attributes
+        if node.domain == DOMAIN and node.op_type in _PRODUCTS and "fast" not in node.attributes
     ]
     return dict(Counter(formats))
 

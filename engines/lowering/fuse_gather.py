@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import onnx_ir as ir
 from onnx_ir import convenience
 
-from intaglio.engines.lowering.fuse_nodes import is_standard, only_consumer
+from intaglio.engines.lowering.fuse_nodes import attribute, constant_of, is_standard, only_consumer, remove_unread
 from intaglio.kernels.grouped_quant import DOMAIN
 
 _DEQUANTIZE = "GroupedQuantDequantize"
@@ -35,7 +33,7 @@ def _join(graph: ir.Graph, node: ir.Node) -> bool:
     for value in node.inputs:
         gather = value.producer() if value is not None else None
         table = value if gather is None or not is_standard(gather, "Gather") else gather.inputs[0]
-        if table is None or not table.is_initializer() or (gather and _axis(gather) != 0):
+        if table is None or not table.is_initializer() or (gather and attribute(gather, "axis", 0) != 0):
             return False
         if gather is not None:
             if indices is not None and gather.inputs[1] is not indices:
@@ -59,31 +57,17 @@ def _join(graph: ir.Graph, node: ir.Node) -> bool:
     sources = [value for old in replaced for value in old.inputs]
     outputs = replaced[-1].outputs
     convenience.replace_nodes_and_values(graph, replaced[-1], replaced, [gathered], outputs, gathered.outputs)
-    _remove_unread(graph, sources)
+    remove_unread(graph, sources)
     return True
-
-
-def _axis(gather: ir.Node) -> int:
-    return gather.attributes["axis"].as_int() if "axis" in gather.attributes else 0
 
 
 def _restores(node: ir.Node, flatten: ir.Node | None) -> bool:
     """Whether ``node`` gives rows the dims of the indices that ``flatten`` made one axis of, and one more."""
     if not is_standard(node, "Reshape") or flatten is None or not is_standard(flatten, "Reshape"):
         return False
-    flat, dims = convenience.get_const_tensor(flatten.inputs[1]), node.inputs[1].producer()
-    if flat is None or flat.numpy().tolist() != [-1] or dims is None or not is_standard(dims, "Concat"):
+    flat, back = constant_of(flatten.inputs[1]), node.inputs[1]
+    dims = back.producer() if back is not None else None
+    if flat is None or flat.tolist() != [-1] or dims is None or not is_standard(dims, "Concat"):
         return False
     shape = dims.inputs[0].producer() if len(dims.inputs) == 2 and dims.inputs[0] is not None else None
     return shape is not None and is_standard(shape, "Shape") and shape.inputs[0] is flatten.inputs[0]
-
-
-def _remove_unread(graph: ir.Graph, values: Sequence[ir.Value | None]) -> None:
-    """Removes the nodes that made values which nothing reads any more, and those before them."""
-    for value in values:
-        node = value.producer() if value is not None else None
-        if node is None or node.graph is None or any(v.uses() or v.is_graph_output() for v in node.outputs):
-            continue
-        sources = list(node.inputs)
-        graph.remove(node, safe=True)
-        _remove_unread(graph, sources)

@@ -9,7 +9,9 @@ from intaglio.engines.lowering.fuse_nodes import (
     FUSED_PRODUCT,
     NORM_WEIGHT,
     X,
+    attribute,
     fused_product,
+    is_over_last_axis,
     is_product,
     is_standard,
     only_consumer,
@@ -40,18 +42,15 @@ class FuseNormsPass(ir.passes.InPlacePass):
                 continue
             joined.replace_input_with(X, node.inputs[0])
             joined.replace_input_with(NORM_WEIGHT, node.inputs[1])
-            epsilon = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else 1e-5
-            joined.attributes["epsilon"] = ir.AttrFloat32("epsilon", epsilon)
+            joined.attributes["epsilon"] = ir.AttrFloat32("epsilon", attribute(node, "epsilon", 1e-5))
             model.graph.remove(node, safe=True)
             modified = True
         return ir.passes.PassResult(model, modified=modified)
 
 
 def _is_over_rows(node: ir.Node) -> bool:
-    """Whether a norm is of float32, over the last axis alone, with a weight that is known to be a vector."""
-    x, weight = node.inputs[0], node.inputs[1]
-    if x is None or weight is None or x.dtype != ir.DataType.FLOAT or weight.dtype != ir.DataType.FLOAT:
+    """Whether a norm is over the last axis alone, with a weight of float32 that is known to be a vector."""
+    weight = node.inputs[1]
+    if weight is None or weight.dtype != ir.DataType.FLOAT or weight.shape is None or weight.shape.rank() != 1:
         return False
-    axis = node.attributes["axis"].as_int() if "axis" in node.attributes else -1
-    last = x.shape is not None and axis == x.shape.rank() - 1
-    return (axis == -1 or last) and weight.shape is not None and weight.shape.rank() == 1
+    return is_over_last_axis(node)

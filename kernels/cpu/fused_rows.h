@@ -12,6 +12,11 @@ namespace intaglio {
 struct RowKernels {
     // y = x / sqrt(mean(x * x) + epsilon) * weight
     void (*rms_norm)(const float* x, const float* weight, float epsilon, std::size_t width, float* y);
+    // y = (x - mean(x)) / sqrt(var(x) + epsilon) * (1 + scale) + shift
+    void (*adaptive_layer_norm)(const float* x, const float* scale, const float* shift, float epsilon,
+                                std::size_t width, float* y);
+    // y = x + gate * z
+    void (*gated_add)(const float* x, const float* gate, const float* z, std::size_t width, float* y);
     // y = x + y
     void (*add)(const float* x, std::size_t width, float* y);
     // y = silu(gate) * up, where silu(a) = a / (1 + exp(-a))

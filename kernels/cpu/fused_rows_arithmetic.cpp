@@ -27,8 +27,11 @@ INTAGLIO_INLINE float add_lanes(float* lanes) {
     return lanes[0];
 }
 
-float sum_of_squares(const float* x, std::size_t width) {
-    Vector<kWidth> sum[kVectors];
+// The sum over a row of (x - center)^Power, for Power 1 or 2.
+template <int Power>
+INTAGLIO_INLINE float sum_of_powers(const float* x, float center, std::size_t width) {
+    Vector<kWidth> sum[kVectors], minus_center;
+    minus_center.fill(-center);
     INTAGLIO_UNROLL
     for (std::size_t v = 0; v < kVectors; ++v) sum[v].clear();
     std::size_t i = 0;
@@ -37,19 +40,40 @@ float sum_of_squares(const float* x, std::size_t width) {
         for (std::size_t v = 0; v < kVectors; ++v) {
             Vector<kWidth> values;
             values.load(x + i + v * kWidth);
-            sum[v].add_product(values, values);
+            values.add(minus_center);
+            if (Power == 1) sum[v].add(values);
+            if (Power == 2) sum[v].add_product(values, values);
         }
     }
     float lanes[kRowLanes];
     INTAGLIO_UNROLL
     for (std::size_t v = 0; v < kVectors; ++v) sum[v].store(lanes + v * kWidth);
-    for (std::size_t l = 0; i + l < width; ++l) lanes[l] += x[i + l] * x[i + l];
+    for (std::size_t l = 0; i + l < width; ++l) {
+        const float value = x[i + l] - center;
+        lanes[l] += Power == 2 ? value * value : value;
+    }
     return add_lanes(lanes);
 }
 
 void rms_norm(const float* x, const float* weight, float epsilon, std::size_t width, float* y) {
-    const float scale = 1 / sqrtf(sum_of_squares(x, width) / static_cast<float>(width) + epsilon);
+    const float scale = 1 / sqrtf(sum_of_powers<2>(x, 0, width) / static_cast<float>(width) + epsilon);
     for (std::size_t i = 0; i < width; ++i) y[i] = x[i] * scale * weight[i];
+}
+
+void adaptive_layer_norm(const float* x, const float* scale, const float* shift, float epsilon, std::size_t width,
+                         float* y) {
+    const float count = static_cast<float>(width);
+    const float near_mean = sum_of_powers<1>(x, 0, width) / count;
+    // Far from zero a float32 does not hold the mean: what it lacks is the mean of the distances to it.
+    const float rest = sum_of_powers<1>(x, near_mean, width) / count;
+    const float variance = sum_of_powers<2>(x, near_mean, width) / count - rest * rest;
+    const float factor = 1 / sqrtf(variance + epsilon);
+    for (std::size_t i = 0; i < width; ++i)
+        y[i] = (x[i] - near_mean - rest) * factor * (1 + scale[i]) + shift[i];
+}
+
+void gated_add(const float* x, const float* gate, const float* z, std::size_t width, float* y) {
+    for (std::size_t i = 0; i < width; ++i) y[i] = x[i] + gate[i] * z[i];
 }
 
 void add(const float* x, std::size_t width, float* y) {
@@ -84,6 +108,6 @@ void silu_multiply(const float* gate, const float* up, std::size_t width, float*
 
 }  // namespace
 
-RowKernels INTAGLIO_FOR_ISA(row_kernels)() noexcept { return {rms_norm, add, silu_multiply}; }
+RowKernels INTAGLIO_FOR_ISA(row_kernels)() noexcept { return {rms_norm, adaptive_layer_norm, gated_add, add, silu_multiply}; }
 
 }  // namespace intaglio

@@ -6,10 +6,14 @@
 #include <utility>
 #include <vector>
 
-#include "fused_gather_op.h"
-#include "fused_matmul_op.h"
 #include "attention_op.h"
 #include "conv_op.h"
+#include "fused_gated_add_op.h"
+#include "fused_gather_op.h"
+#include "fused_head_norm_op.h"
+#include "fused_matmul_op.h"
+#include "fused_norm_op.h"
+#include "fused_swiglu_op.h"
 #include "group_norm.h"
 #include "grouped_quant_op.h"
 #include "op.h"
@@ -24,6 +28,10 @@ std::vector<std::unique_ptr<RegisteredOp>> make_ops(const ort::ApiTable* table) 
     ops.push_back(std::make_unique<OpOf<GroupedQuantMatMulKernel>>(table));
     ops.push_back(std::make_unique<OpOf<FusedGroupedQuantMatMulKernel>>(table));
     ops.push_back(std::make_unique<OpOf<GroupedQuantGatherKernel>>(table));
+    ops.push_back(std::make_unique<OpOf<AdaptiveLayerNormKernel>>(table));
+    ops.push_back(std::make_unique<OpOf<GatedAddKernel>>(table));
+    ops.push_back(std::make_unique<OpOf<SwiGLUKernel>>(table));
+    ops.push_back(std::make_unique<OpOf<HeadRMSNormKernel>>(table));
     ops.push_back(std::make_unique<OpOf<AttentionKernel>>(table));
     ops.push_back(std::make_unique<OpOf<FusedConvKernel>>(table));
     ops.push_back(std::make_unique<OpOf<GroupStatisticsKernel>>(table));

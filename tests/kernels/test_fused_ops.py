@@ -1,4 +1,4 @@
-"""The ops that join a product with its neighbours, and the look-up of packed rows, against float64."""
+"""The ops that join a product with its neighbours, and those on rows of activations, against float64."""
 
 from __future__ import annotations
 
@@ -206,3 +206,132 @@ def test_an_index_beyond_the_table_is_named(index: int) -> None:
     rows = random_rows(np.random.default_rng(0), (50, 64), form)
     with pytest.raises(Exception, match=f"GroupedQuantGather: index {index} is not a row of a table of 50 rows"):
         run("GroupedQuantGather", {"indices": np.array([0, index])}, parts(rows), vars(form))
+
+
+WIDTHS = pytest.mark.parametrize("width", [1, 31, 32, 100, 3072])
+SHAPES = pytest.mark.parametrize("shape", [(2, 5), (1, 300), (3, 0), (0, 4), (2, 3, 4)])
+
+
+def vectors(rng: np.random.Generator, shape: tuple[int, ...], width: int, is_shared: bool) -> np.ndarray:
+    batch = 1 if is_shared else shape[0]
+    return rng.normal(size=(batch, *[1] * (len(shape) - 1), width)).astype(np.float32)
+
+
+def layer_norm(x: np.ndarray, epsilon: float) -> np.ndarray:
+    centred = x - x.mean(axis=-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + epsilon)
+
+
+@WIDTHS
+@SHAPES
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_adaptive_layer_norm(is_shared: bool, shape: tuple[int, ...], width: int, instruction_set: str) -> None:
+    rng = np.random.default_rng(width)
+    x = rng.normal(3, 2, size=(*shape, width)).astype(np.float32)
+    scale, shift = (vectors(rng, shape, width, is_shared) for _ in range(2))
+    wide = [a.astype(np.float64) for a in (x, scale, shift)]
+    for threads in (1, 2):
+        inputs = {"x": x, "scale": scale, "shift": shift}
+        (y,) = run("AdaptiveLayerNorm", inputs, attributes={"epsilon": EPSILON}, threads=threads)
+        close(y, layer_norm(wide[0], EPSILON) * (1 + wide[1]) + wide[2])
+
+
+def test_a_layer_norm_far_from_zero(instruction_set: str) -> None:
+    """The mean is as exact as the numbers are: what is left is the rounding of float32 at 1000."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(1000, 0.5, size=(1, 8, 4096)).astype(np.float32)
+    zeros = np.zeros((1, 1, 4096), np.float32)
+    (y,) = run("AdaptiveLayerNorm", {"x": x, "scale": zeros, "shift": zeros}, attributes={"epsilon": 1e-6})
+    close(y, layer_norm(x.astype(np.float64), 1e-6), 1e-5)
+
+
+@WIDTHS
+@SHAPES
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_gated_add(is_shared: bool, shape: tuple[int, ...], width: int, instruction_set: str) -> None:
+    rng = np.random.default_rng(width)
+    x, z = (rng.normal(3, 2, size=(*shape, width)).astype(np.float32) for _ in range(2))
+    gate = vectors(rng, shape, width, is_shared)
+    (y,) = run("GatedAdd", {"x": x, "gate": gate, "z": z})
+    np.testing.assert_array_equal(y, x + gate * z)
+
+
+@WIDTHS
+@SHAPES
+@pytest.mark.parametrize("prefix", [None, 0, 7])
+def test_swiglu(prefix: int | None, shape: tuple[int, ...], width: int, instruction_set: str) -> None:
+    rng = np.random.default_rng(width)
+    rows = rng.normal(0, 4, size=(*shape, 2 * width + 11)).astype(np.float32)
+    before = None if prefix is None else rng.normal(size=(*shape, prefix)).astype(np.float32)
+    sizes = {"width": width, "gate_offset": width + 8, "up_offset": 3}
+    gate, up = (rows[..., sizes[n] : sizes[n] + width].astype(np.float64) for n in ("gate_offset", "up_offset"))
+    (y,) = run("SwiGLU", {"rows": rows, "before": before}, attributes=sizes)
+    if before is not None:
+        np.testing.assert_array_equal(y[..., : prefix or 0], before)
+    close(y[..., prefix or 0 :], silu(gate) * up)
+
+
+@pytest.mark.parametrize("size", [1, 64, 80, 128])
+@pytest.mark.parametrize("tokens", [(5,), (0,), (3, 40), (2, 0, 1)])
+@pytest.mark.parametrize("batch", [0, 1, 3])
+def test_head_rms_norm(batch: int, tokens: tuple[int, ...], size: int, instruction_set: str) -> None:
+    rng = np.random.default_rng(size)
+    heads, offset = 6, 9
+    inputs: dict[str, np.ndarray | None] = {}
+    expected = []
+    for i, count in enumerate(tokens):
+        x = rng.normal(0, 2, size=(batch, count, heads * size + offset + i)).astype(np.float32)
+        weight = rng.normal(size=size).astype(np.float32)
+        inputs |= {f"rows{i}": x, f"weight{i}": weight}
+        part = x[..., offset : offset + heads * size].astype(np.float64).reshape(batch, count, heads, size)
+        expected.append(rms_norm(part, weight.astype(np.float64), EPSILON))
+    sizes = {"heads": heads, "head_size": size, "offset": offset, "epsilon": EPSILON}
+    for threads in (1, 2):
+        (y,) = run("HeadRMSNorm", inputs, attributes=sizes, threads=threads)
+        close(y, np.concatenate(expected, axis=1))
+
+
+ROW_OPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "AdaptiveLayerNorm": ({"x": (1, 6, 40), "scale": (1, 1, 40), "shift": (1, 1, 40)}, {"epsilon": 1e-6}),
+    "GatedAdd": ({"x": (1, 6, 40), "gate": (1, 1, 40), "z": (1, 6, 40)}, {}),
+    "SwiGLU": ({"rows": (1, 6, 40), "before": (1, 6, 3)}, {"width": 20, "gate_offset": 0, "up_offset": 20}),
+    "HeadRMSNorm": ({"rows": (1, 6, 40), "weight": (20,)}, {"heads": 2, "head_size": 20}),
+}
+
+
+@pytest.mark.parametrize("op_type", ROW_OPS)
+def test_what_is_not_finite_stays_in_its_row_of_activations(op_type: str, instruction_set: str) -> None:
+    rng = np.random.default_rng(1)
+    shapes, attributes = ROW_OPS[op_type]
+    inputs = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    first = next(iter(inputs.values()))
+    first[0, 1, 3], first[0, 4, 39], first[0, 2, 0] = np.nan, np.nan, np.inf
+    (y,) = run(op_type, dict(inputs), attributes=attributes)
+    finite = np.isfinite(y).reshape(6, -1).all(axis=1)
+    assert finite.tolist() == [True, False, False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("op_type", "changes", "attributes", "message"),
+    [
+        ("AdaptiveLayerNorm", {"scale": (1, 2, 40)}, {}, r"scale has shape \[1, 2, 40\], expected \[1, 1, 40\]"),
+        ("AdaptiveLayerNorm", {"shift": (40,)}, {}, r"shift has shape \[40\]"),
+        ("AdaptiveLayerNorm", {"x": ()}, {}, "x is a scalar, expected rows"),
+        ("GatedAdd", {"gate": (2, 1, 40)}, {}, r"gate has shape \[2, 1, 40\]"),
+        ("GatedAdd", {"z": (1, 1, 40)}, {}, r"z has shape \[1, 1, 40\], expected that of x, \[1, 6, 40\]"),
+        ("SwiGLU", {}, {"up_offset": 21}, r"rows \[1, 6, 40\] end before 20 numbers from 21 on"),
+        ("SwiGLU", {"before": (1, 5, 3)}, {}, r"before has shape \[1, 5, 3\], expected \[1, 6, 3\]"),
+        ("SwiGLU", {}, {"gate_offset": -1}, "gate_offset -1 and up_offset 20 are not a part of a row"),
+        ("HeadRMSNorm", {}, {"offset": 1}, r"rows \[1, 6, 40\] end before 2 heads of 20 from 1 on"),
+        ("HeadRMSNorm", {"weight": (40,)}, {}, r"weight has shape \[40\], expected \[20\]"),
+        ("HeadRMSNorm", {"rows": (6, 40)}, {}, r"rows have shape \[6, 40\], expected \[batch, tokens, width\]"),
+        ("HeadRMSNorm", {"more": (1, 2, 40)}, {}, "there are 3 inputs, expected pairs"),
+    ],
+)
+def test_what_does_not_fit_rows_is_named(
+    op_type: str, changes: dict[str, Any], attributes: dict[str, Any], message: str
+) -> None:
+    shapes, stated = ROW_OPS[op_type]
+    inputs = {name: np.zeros(shape, np.float32) for name, shape in (shapes | changes).items()}
+    with pytest.raises(Exception, match=f"{op_type}: .*{message}"):
+        run(op_type, dict(inputs), attributes=stated | attributes)
