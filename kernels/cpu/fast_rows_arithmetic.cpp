@@ -12,7 +12,7 @@ namespace intaglio {
 namespace {
 
 // Packed bytes ahead of the load: what the memory delivers while the loads under way are waited for.
-constexpr std::size_t kAhead = 4096;
+constexpr std::size_t kAhead = 6144;
 
 INTAGLIO_INLINE std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
 
@@ -27,10 +27,12 @@ struct Layout {
           unit_groups(is_packed ? kBytes / group_bytes : 1),
           unit_chunks(is_packed ? 1 : ceil_div(group_bytes, kBytes)),
           units(ceil_div(groups, unit_groups)),
+          tail_bytes((is_packed ? row_bytes : group_bytes) % kBytes),
+          scale_units(kLanes / unit_groups),
           unit_codes(unit_chunks * planes * kBytes),
           corrections(units * unit_codes),
           scales(corrections + units * kLanes * sizeof(std::int32_t)),
-          sums(scales + units * kLanes * sizeof(float)),
+          sums(scales + ceil_div(groups, kLanes) * kLanes * sizeof(float)),
           bytes(sums + ceil_div(groups, kLanes) * kLanes * sizeof(float)) {
         bytes = ceil_div(bytes, 64) * 64;
         for (std::size_t lane = 0; lane < kLanes; ++lane)
@@ -40,8 +42,10 @@ struct Layout {
     std::size_t planes, groups, row_bytes, group_bytes;
     bool is_packed;
     std::size_t unit_groups, unit_chunks, units;
+    std::size_t tail_bytes;  // of the last unit, or of each that is one group; 0 if whole
+    std::size_t scale_units;  // of which a vector holds the scales
     // In bytes: the codes of a unit's activations; then where the other parts of a row of x begin. These are, for
-    // each lane, what its zero points add, and the scale of its activations; for each group, scale times sum.
+    // each lane of the units, what the zero points add; for each group, its scale, and its scale times its sum.
     std::size_t unit_codes, corrections, scales, sums, bytes;
     std::int32_t pattern[kLanes];
 };
@@ -56,67 +60,58 @@ INTAGLIO_INLINE const T* at(const std::byte* row, std::size_t offset) {
 }
 
 // The codes of one chunk from the order of the inputs to that of the planes.
-template <std::size_t Planes>
-INTAGLIO_INLINE void arrange(const std::int8_t* codes, std::int8_t* planes) {
-    for (std::size_t j = 0; j < Planes; ++j)
-        for (std::size_t b = 0; b < kBytes; ++b) planes[j * kBytes + b] = codes[b * Planes + j];
-}
-
 template <int Bits>
-INTAGLIO_INLINE void fill_planes(Bytes packed, Bytes (&planes)[kPlanes<Bits>]) {
-    planes[0] = plane<Bits, 0>(packed);
-    if constexpr (Bits < 8) planes[1] = plane<Bits, 1>(packed);
-    if constexpr (Bits < 4) {
-        planes[2] = plane<Bits, 2>(packed);
-        planes[3] = plane<Bits, 3>(packed);
-    }
+INTAGLIO_INLINE void arrange(const std::int8_t* codes, std::int8_t* planes) {
+    for (std::size_t j = 0; j < kPlanes<Bits>; ++j)
+        for (std::size_t b = 0; b < kBytes; ++b)
+            planes[j * kBytes + b] = codes[b * kPlanes<Bits> + kPlaneInputs<Bits>[j]];
 }
 
 template <int Bits>
 void quantize_row(const GroupedQuantMatMul& p, const Layout& layout, const char* x, std::byte* row) {
-    constexpr std::size_t planes = kPlanes<Bits>, chunk = planes * kBytes;
+    constexpr std::size_t chunk = kPlanes<Bits> * kBytes;
     alignas(64) std::int8_t codes[chunk];
-    alignas(64) float scales[kLanes];
-    Bytes zero_points[planes];
-    for (Bytes& codes_of_plane : zero_points) codes_of_plane = plane<Bits, 0>(all_bytes(p.zero_point));
-    const Pattern pattern = load_pattern(layout.pattern);
-    const auto sums = at<float>(row, layout.sums);
+    // One in the place of each code.
+    constexpr int ones = Bits == 2 ? 0x55 : Bits == 4 ? 0x11 : 1;
+    Bytes zero_points[kPlanes<Bits>];
+    unpack<Bits>(all_bytes(p.zero_point * ones), zero_points);
+    const auto scales = at<float>(row, layout.scales), sums = at<float>(row, layout.sums);
     for (std::size_t unit = 0; unit < layout.units; ++unit) {
         const auto unit_codes = at<std::int8_t>(row, unit * layout.unit_codes);
         const std::size_t group = unit * layout.unit_groups;
-        for (float& scale : scales) scale = 0;
+        const char* values = x + group * p.group_size * sizeof(float);
+        Ints zero_point = zero_ints();
         if (layout.is_packed) {
             std::size_t count = 0;
-            const std::size_t groups = smaller(layout.unit_groups, layout.groups - group);
-            for (std::size_t g = 0; g < groups; ++g, count += p.group_size) {
-                const char* values = x + (group * p.group_size + count) * sizeof(float);
-                const ActivationScale scale = activation_scale(largest_magnitude(values, p.group_size));
-                const std::int32_t sum = round_activations(values, p.group_size, scale.inverse, codes + count);
+            for (std::size_t g = group; g < smaller(group + layout.unit_groups, layout.groups); ++g) {
+                const char* from = values + count * sizeof(float);
+                const ActivationScale scale = activation_scale(largest_magnitude(from, p.group_size));
+                const std::int32_t sum = round_activations(from, p.group_size, scale.inverse, codes + count);
                 scales[g] = scale.scale;
-                sums[group + g] = scale.scale * static_cast<float>(sum);
+                sums[g] = scale.scale * static_cast<float>(sum);
+                count += p.group_size;
             }
             std::memset(codes + count, 0, chunk - count);
-            arrange<planes>(codes, unit_codes);
+            arrange<Bits>(codes, unit_codes);
+            zero_point = first_dot<Bits>(zero_point, zero_points, unit_codes);
         } else {
-            const char* values = x + group * p.group_size * sizeof(float);
             const ActivationScale scale = activation_scale(largest_magnitude(values, p.group_size));
             std::int32_t sum = 0;
             for (std::size_t c = 0; c < layout.unit_chunks; ++c) {
                 const std::size_t count = smaller(chunk, p.group_size - c * chunk);
                 sum += round_activations(values + c * chunk * sizeof(float), count, scale.inverse, codes);
                 std::memset(codes + count, 0, chunk - count);
-                arrange<planes>(codes, unit_codes + c * chunk);
+                arrange<Bits>(codes, unit_codes + c * chunk);
+                zero_point = added(zero_point, first_dot<Bits>(zero_ints(), zero_points, unit_codes + c * chunk));
             }
-            scales[0] = scale.scale;
+            scales[group] = scale.scale;
             sums[group] = scale.scale * static_cast<float>(sum);
         }
-        Ints zero_point = zero_ints();
-        for (std::size_t c = 0; c < layout.unit_chunks; ++c)
-            zero_point = dot<Bits>(zero_point, zero_points, unit_codes + c * chunk);
-        store_negative(zero_point, at<std::int32_t>(row, layout.corrections) + unit * kLanes);
-        store_floats(spread(load_floats(scales), pattern), at<float>(row, layout.scales) + unit * kLanes);
+        std::int32_t* corrections = at<std::int32_t>(row, layout.corrections) + unit * kLanes;
+        store_ints(zero_point, corrections);
+        for (std::size_t lane = 0; lane < kLanes; ++lane) corrections[lane] *= -kStart<Bits>;
     }
-    for (std::size_t g = layout.groups; g % kLanes; ++g) sums[g] = 0;
+    for (std::size_t g = layout.groups; g % kLanes; ++g) scales[g] = sums[g] = 0;
 }
 
 std::size_t row_bytes(const GroupedQuantMatMul& p) { return Layout(p).bytes; }
@@ -149,34 +144,91 @@ struct Scales {
     }
 };
 
-// Rows rows of x from `activations` on, and Columns columns of y from `column` on, of which Rows * Columns fit the
-// registers.
+// What a tile of the product reads: Rows rows of x and Columns columns of y, of which Rows * Columns fit the registers.
+struct Tile {
+    const std::byte* activations;  // the codes of the unit in the first row
+    std::size_t row_stride;        // of the activations
+    const std::uint8_t* codes;     // of the unit in the first column
+    std::size_t column_stride;     // of the codes
+    const std::uint8_t *codes_end, *ahead;
+};
+
+// Adds a chunk of codes, or its first `count` bytes, to the sums of a unit.
+template <int Bits, std::size_t Rows, std::size_t Columns, bool IsFirst, bool IsWhole>
+INTAGLIO_INLINE void add_chunk(Tile& tile, std::size_t count, Ints (&sums)[Columns][Rows]) {
+    INTAGLIO_UNROLL
+    for (std::size_t c = 0; c < Columns; ++c) {
+        const std::uint8_t* from = tile.codes + c * tile.column_stride;
+        Bytes planes[kPlanes<Bits>];
+        unpack<Bits>(IsWhole ? load_bytes(from) : load_some_bytes(from, count, tile.codes_end), planes);
+        prefetch(tile.ahead + c * kBytes);
+        INTAGLIO_UNROLL
+        for (std::size_t r = 0; r < Rows; ++r) {
+            const auto activations = at<std::int8_t>(tile.activations + r * tile.row_stride, 0);
+            sums[c][r] = IsFirst ? first_dot<Bits>(sums[c][r], planes, activations)
+                                 : added(sums[c][r], first_dot<Bits>(zero_ints(), planes, activations));
+        }
+    }
+    tile.codes += IsWhole ? kBytes : count;
+    tile.ahead += Columns * kBytes;
+    tile.activations += kPlanes<Bits> * kBytes;
+}
+
+// Adds a unit, times its scales of weight and activations, to the sums of the tile.
+template <int Bits, std::size_t Rows, std::size_t Columns, bool IsPacked, bool IsWhole>
+INTAGLIO_INLINE void add_unit(Tile& tile, const Layout& layout, const std::byte* corrections, Pattern pattern,
+                              const Floats (&scales)[Columns][Rows], Floats (&total)[Columns][Rows]) {
+    Ints sums[Columns][Rows];
+    INTAGLIO_UNROLL
+    for (std::size_t c = 0; c < Columns; ++c) {
+        INTAGLIO_UNROLL
+        for (std::size_t r = 0; r < Rows; ++r)
+            sums[c][r] = load_ints(at<std::int32_t>(corrections + r * tile.row_stride, 0));
+    }
+    if (IsPacked || layout.unit_chunks == 1) {
+        add_chunk<Bits, Rows, Columns, true, IsWhole>(tile, layout.tail_bytes, sums);
+    } else {
+        add_chunk<Bits, Rows, Columns, true, true>(tile, kBytes, sums);
+        for (std::size_t i = 2; i < layout.unit_chunks; ++i)
+            add_chunk<Bits, Rows, Columns, false, true>(tile, kBytes, sums);
+        add_chunk<Bits, Rows, Columns, false, IsWhole>(tile, layout.tail_bytes, sums);
+    }
+    INTAGLIO_UNROLL
+    for (std::size_t c = 0; c < Columns; ++c) {
+        INTAGLIO_UNROLL
+        for (std::size_t r = 0; r < Rows; ++r)
+            total[c][r] = multiply_add(to_floats(sums[c][r]), spread(scales[c][r], pattern), total[c][r]);
+    }
+}
+
 template <int Bits, std::size_t Rows, std::size_t Columns, bool IsPacked>
 INTAGLIO_INLINE void multiply_tile(const GroupedQuantMatMul& p, const Layout& layout, const std::byte* activations,
                                    std::size_t row, std::size_t column) {
-    constexpr std::size_t planes = kPlanes<Bits>, chunk = planes * kBytes;
-    const Scales scales(p, layout, p.scales), offsets(p, layout, p.offsets);
     const std::uint8_t* const codes = p.codes + column * layout.row_bytes;
-    const std::uint8_t* const codes_end = p.codes + p.N * layout.row_bytes;
+    Tile tile{activations,      layout.bytes,     codes, layout.row_bytes, p.codes + p.N * layout.row_bytes,
+              codes + kAhead};
+    const Scales scales(p, layout, p.scales), offsets(p, layout, p.offsets);
     const std::size_t rows_ahead = Columns + kAhead / layout.row_bytes;
-    const std::size_t unit_bytes = IsPacked ? kBytes : layout.group_bytes;
-    const std::size_t chunks = IsPacked ? 1 : layout.unit_chunks;
-    const std::uint8_t* ahead = codes + kAhead;
-    const Pattern step = moves(layout.unit_groups);
+    const Pattern first = load_pattern(layout.pattern), step = moves(layout.unit_groups);
+    const std::byte* corrections = activations + layout.corrections;
     Floats total[Columns][Rows];
     INTAGLIO_UNROLL
     for (std::size_t c = 0; c < Columns; ++c) {
         INTAGLIO_UNROLL
         for (std::size_t r = 0; r < Rows; ++r) total[c][r] = zeros();
     }
-    std::size_t unit = 0;
+    std::size_t units = layout.units;
     for (std::size_t group = 0; group < layout.groups; group += kLanes) {
         const std::size_t groups = smaller(kLanes, layout.groups - group);
-        Floats scale[Columns];
+        Floats product[Columns][Rows];
         INTAGLIO_UNROLL
         for (std::size_t c = 0; c < Columns; ++c) {
-            scale[c] = scales.load(column + c, group, groups);
+            const Floats scale = scales.load(column + c, group, groups);
             prefetch(scales.from + (column + c + rows_ahead) * scales.row_stride + group * scales.stride);
+            INTAGLIO_UNROLL
+            for (std::size_t r = 0; r < Rows; ++r)
+                product[c][r] =
+                    multiply(scale, load_floats(at<float>(activations + r * layout.bytes, layout.scales) + group));
             if (!p.offset_per_group) continue;
             const Floats offset = offsets.load(column + c, group, groups);
             prefetch(offsets.from + (column + c + rows_ahead) * offsets.row_stride + group * offsets.stride);
@@ -185,47 +237,19 @@ INTAGLIO_INLINE void multiply_tile(const GroupedQuantMatMul& p, const Layout& la
                 total[c][r] = multiply_add(
                     offset, load_floats(at<float>(activations + r * layout.bytes, layout.sums) + group), total[c][r]);
         }
-        Pattern pattern = load_pattern(layout.pattern);
-        for (const std::size_t units = smaller(layout.units, (group + kLanes) / layout.unit_groups); unit < units;
-             ++unit) {
-            Ints sums[Columns][Rows];
-            INTAGLIO_UNROLL
-            for (std::size_t c = 0; c < Columns; ++c) {
-                INTAGLIO_UNROLL
-                for (std::size_t r = 0; r < Rows; ++r)
-                    sums[c][r] = load_ints(at<std::int32_t>(activations + r * layout.bytes, layout.corrections) +
-                                           unit * kLanes);
-            }
-            for (std::size_t i = 0; i < chunks; ++i) {
-                const std::size_t position = unit * unit_bytes + i * kBytes;
-                const std::size_t count = (IsPacked ? layout.row_bytes : (unit + 1) * unit_bytes) - position;
-                INTAGLIO_UNROLL
-                for (std::size_t c = 0; c < Columns; ++c) {
-                    const std::uint8_t* from = codes + c * layout.row_bytes + position;
-                    const Bytes packed =
-                        count >= kBytes ? load_bytes(from) : load_some_bytes(from, count, codes_end);
-                    prefetch(ahead + c * kBytes);
-                    Bytes decoded[planes];
-                    fill_planes<Bits>(packed, decoded);
-                    INTAGLIO_UNROLL
-                    for (std::size_t r = 0; r < Rows; ++r)
-                        sums[c][r] = dot<Bits>(sums[c][r], decoded,
-                                               at<std::int8_t>(activations + r * layout.bytes, 0) +
-                                                   unit * layout.unit_codes + i * chunk);
-                }
-                ahead += Columns * kBytes;
-            }
-            INTAGLIO_UNROLL
-            for (std::size_t c = 0; c < Columns; ++c) {
-                const Floats lanes = spread(scale[c], pattern);
-                INTAGLIO_UNROLL
-                for (std::size_t r = 0; r < Rows; ++r) {
-                    const Floats of_row =
-                        load_floats(at<float>(activations + r * layout.bytes, layout.scales) + unit * kLanes);
-                    total[c][r] = multiply_add(to_floats(sums[c][r]), multiply(lanes, of_row), total[c][r]);
-                }
-            }
+        Pattern pattern = first;
+        const std::size_t here = smaller(layout.scale_units, units);
+        units -= here;
+        const std::size_t whole = layout.tail_bytes == 0 ? here : !IsPacked ? 0 : units ? here : here - 1;
+        for (std::size_t unit = 0; unit < whole; ++unit) {
+            add_unit<Bits, Rows, Columns, IsPacked, true>(tile, layout, corrections, pattern, product, total);
             pattern = moved(pattern, step);
+            corrections += kLanes * sizeof(std::int32_t);
+        }
+        for (std::size_t unit = whole; unit < here; ++unit) {
+            add_unit<Bits, Rows, Columns, IsPacked, false>(tile, layout, corrections, pattern, product, total);
+            pattern = moved(pattern, step);
+            corrections += kLanes * sizeof(std::int32_t);
         }
     }
     INTAGLIO_UNROLL

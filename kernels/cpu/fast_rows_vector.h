@@ -7,10 +7,15 @@
 namespace intaglio {
 namespace {
 
-// Codes of one byte each, of plane J: with 2 bits a packed byte b holds those of the inputs 4 * b + J. `planes` is
-// their dot product, lane by lane, with activations that are arranged alike.
+// Packed bytes are unpacked into planes of one code a byte, plane j with the codes of kPlaneInputs<Bits>[j] in each
+// packed byte. With 2 bits the last two planes hold the codes times 4, which saves two shifts.
 template <int Bits>
 constexpr std::size_t kPlanes = 8 / Bits;
+template <int Bits>
+constexpr std::size_t kPlaneInputs[] = {0, Bits == 2 ? 2 : 1, 1, 3};
+
+// `first_dot` adds the products of codes and activations, which are arranged alike, to a start that is given in
+// multiples of kStart<Bits>.
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 
@@ -26,29 +31,47 @@ INTAGLIO_INLINE Bytes load_some_bytes(const std::uint8_t* from, std::size_t coun
 }
 INTAGLIO_INLINE Bytes all_bytes(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
 
-template <int Bits, int J>
-INTAGLIO_INLINE Bytes plane(Bytes packed) {
-    if (Bits == 8) return packed;
-    return _mm512_and_si512(J ? _mm512_srli_epi16(packed, Bits * J) : packed, all_bytes((1 << Bits) - 1));
+template <int Bits>
+INTAGLIO_INLINE void unpack(Bytes packed, Bytes (&planes)[kPlanes<Bits>]) {
+    if constexpr (Bits == 8) {
+        planes[0] = packed;
+    } else {
+        const Bytes high = _mm512_srli_epi16(packed, 4), mask = all_bytes((1 << Bits) - 1);
+        planes[0] = _mm512_and_si512(packed, mask);
+        planes[1] = _mm512_and_si512(high, mask);
+        if constexpr (Bits == 2) {
+            planes[2] = _mm512_and_si512(packed, all_bytes(12));
+            planes[3] = _mm512_and_si512(high, all_bytes(12));
+        }
+    }
 }
 
 template <int Bits>
-INTAGLIO_INLINE Ints dot(Ints sum, const Bytes (&codes)[kPlanes<Bits>], const std::int8_t* activations) {
-    INTAGLIO_UNROLL
-    for (std::size_t j = 0; j < kPlanes<Bits>; ++j)
-        sum = _mm512_dpbusd_epi32(sum, codes[j], _mm512_load_si512(activations + j * kBytes));
+constexpr int kStart = Bits == 2 ? 4 : 1;
+
+template <int Bits>
+INTAGLIO_INLINE Ints first_dot(Ints sum, const Bytes (&planes)[kPlanes<Bits>], const std::int8_t* activations) {
+    const auto add = [&](std::size_t j) {
+        sum = _mm512_dpbusd_epi32(sum, planes[j], _mm512_load_si512(activations + j * kBytes));
+    };
+    if constexpr (Bits == 2) {
+        add(2);
+        add(3);
+        sum = _mm512_srai_epi32(sum, 2);
+    }
+    add(0);
+    if constexpr (Bits < 8) add(1);
     return sum;
 }
 
+INTAGLIO_INLINE Ints added(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+
 INTAGLIO_INLINE Ints load_ints(const std::int32_t* from) { return _mm512_load_si512(from); }
-INTAGLIO_INLINE void store_negative(Ints value, std::int32_t* to) {
-    _mm512_store_si512(to, _mm512_sub_epi32(_mm512_setzero_si512(), value));
-}
+INTAGLIO_INLINE void store_ints(Ints value, std::int32_t* to) { _mm512_store_si512(to, value); }
 INTAGLIO_INLINE Floats to_floats(Ints value) { return _mm512_cvtepi32_ps(value); }
 INTAGLIO_INLINE Floats zeros() { return _mm512_setzero_ps(); }
 INTAGLIO_INLINE Ints zero_ints() { return _mm512_setzero_si512(); }
 INTAGLIO_INLINE Floats load_floats(const float* from) { return _mm512_load_ps(from); }
-INTAGLIO_INLINE void store_floats(Floats value, float* to) { _mm512_store_ps(to, value); }
 INTAGLIO_INLINE Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 INTAGLIO_INLINE Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 INTAGLIO_INLINE float sum_of(Floats value) { return _mm512_reduce_add_ps(value); }
@@ -87,55 +110,85 @@ INTAGLIO_INLINE Bytes load_some_bytes(const std::uint8_t* from, std::size_t coun
 }
 INTAGLIO_INLINE Bytes all_bytes(int value) { return _mm256_set1_epi8(static_cast<char>(value)); }
 
-template <int Bits, int J>
-INTAGLIO_INLINE Bytes plane(Bytes packed) {
-    if (Bits == 8) return packed;
-    return _mm256_and_si256(J ? _mm256_srli_epi16(packed, Bits * J) : packed, all_bytes((1 << Bits) - 1));
+template <int Bits>
+INTAGLIO_INLINE void unpack(Bytes packed, Bytes (&planes)[kPlanes<Bits>]) {
+    if constexpr (Bits == 8) {
+        planes[0] = packed;
+    } else {
+        const Bytes high = _mm256_srli_epi16(packed, 4), mask = all_bytes((1 << Bits) - 1);
+        planes[0] = _mm256_and_si256(packed, mask);
+        planes[1] = _mm256_and_si256(high, mask);
+        if constexpr (Bits == 2) {
+            planes[2] = _mm256_and_si256(packed, all_bytes(12));
+            planes[3] = _mm256_and_si256(high, all_bytes(12));
+        }
+    }
 }
 
 INTAGLIO_INLINE __m256i load_activations(const std::int8_t* from) {
     return _mm256_load_si256(reinterpret_cast<const __m256i*>(from));
 }
+INTAGLIO_INLINE Ints added(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+
+#if defined(__AVXVNNI__)
 
 template <int Bits>
-INTAGLIO_INLINE Ints dot(Ints sum, const Bytes (&codes)[kPlanes<Bits>], const std::int8_t* activations) {
-#if defined(__AVXVNNI__)
-    INTAGLIO_UNROLL
-    for (std::size_t j = 0; j < kPlanes<Bits>; ++j)
-        sum = _mm256_dpbusd_avx_epi32(sum, codes[j], load_activations(activations + j * kBytes));
+constexpr int kStart = Bits == 2 ? 4 : 1;
+
+template <int Bits>
+INTAGLIO_INLINE Ints first_dot(Ints sum, const Bytes (&planes)[kPlanes<Bits>], const std::int8_t* activations) {
+    const auto add = [&](std::size_t j) {
+        sum = _mm256_dpbusd_avx_epi32(sum, planes[j], load_activations(activations + j * kBytes));
+    };
+    if constexpr (Bits == 2) {
+        add(2);
+        add(3);
+        sum = _mm256_srai_epi32(sum, 2);
+    }
+    add(0);
+    if constexpr (Bits < 8) add(1);
     return sum;
+}
+
 #else
+
+template <int Bits>
+constexpr int kStart = 1;
+
+template <int Bits>
+INTAGLIO_INLINE Ints first_dot(Ints sum, const Bytes (&planes)[kPlanes<Bits>], const std::int8_t* activations) {
     const __m256i ones = _mm256_set1_epi16(1);
     if constexpr (Bits == 8) {
-        // Sums of two products need 17 bits: those of half the code fit.
+        // Sums of two products need 17 bits; with half of each code they fit 16.
         const __m256i values = load_activations(activations), mask = all_bytes(15);
-        const __m256i low = _mm256_maddubs_epi16(_mm256_and_si256(codes[0], mask), values);
-        const __m256i high = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(codes[0], 4), mask), values);
+        const __m256i low = _mm256_maddubs_epi16(_mm256_and_si256(planes[0], mask), values);
+        const __m256i high = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(planes[0], 4), mask), values);
         sum = _mm256_add_epi32(sum, _mm256_madd_epi16(high, _mm256_set1_epi16(16)));
         return _mm256_add_epi32(sum, _mm256_madd_epi16(low, ones));
     } else {
-        // At most 2 * 2 * 15 * 127, or 4 * 2 * 3 * 127.
-        __m256i pairs = _mm256_maddubs_epi16(codes[0], load_activations(activations));
-        INTAGLIO_UNROLL
-        for (std::size_t j = 1; j < kPlanes<Bits>; ++j)
-            pairs = _mm256_add_epi16(pairs,
-                                     _mm256_maddubs_epi16(codes[j], load_activations(activations + j * kBytes)));
-        return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
+        // No sum of a few exceeds 16 bits: the largest is 4 * 15 * 127, and 4 * 3 * 127 times 4.
+        const auto pairs = [&](std::size_t j) {
+            return _mm256_maddubs_epi16(planes[j], load_activations(activations + j * kBytes));
+        };
+        __m256i pair = _mm256_add_epi16(pairs(0), pairs(1));
+        if constexpr (Bits == 2)
+            pair = _mm256_add_epi16(pair, _mm256_srai_epi16(_mm256_add_epi16(pairs(2), pairs(3)), 2));
+        return _mm256_add_epi32(sum, _mm256_madd_epi16(pair, ones));
     }
-#endif
 }
+
+#endif
 
 INTAGLIO_INLINE Ints load_ints(const std::int32_t* from) {
     return _mm256_load_si256(reinterpret_cast<const __m256i*>(from));
 }
-INTAGLIO_INLINE void store_negative(Ints value, std::int32_t* to) {
-    _mm256_store_si256(reinterpret_cast<__m256i*>(to), _mm256_sub_epi32(_mm256_setzero_si256(), value));
+INTAGLIO_INLINE void store_ints(Ints value, std::int32_t* to) {
+    _mm256_store_si256(reinterpret_cast<__m256i*>(to), value);
 }
 INTAGLIO_INLINE Floats to_floats(Ints value) { return _mm256_cvtepi32_ps(value); }
 INTAGLIO_INLINE Floats zeros() { return _mm256_setzero_ps(); }
 INTAGLIO_INLINE Ints zero_ints() { return _mm256_setzero_si256(); }
 INTAGLIO_INLINE Floats load_floats(const float* from) { return _mm256_load_ps(from); }
-INTAGLIO_INLINE void store_floats(Floats value, float* to) { _mm256_store_ps(to, value); }
 INTAGLIO_INLINE Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
 INTAGLIO_INLINE Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 INTAGLIO_INLINE float sum_of(Floats value) {
@@ -220,27 +273,37 @@ INTAGLIO_INLINE Bytes all_bytes(int value) {
     return bytes;
 }
 
-template <int Bits, int J>
-INTAGLIO_INLINE Bytes plane(Bytes packed) {
-    for (std::uint8_t& byte : packed.v) byte = static_cast<std::uint8_t>(byte >> Bits * J & ((1 << Bits) - 1));
-    return packed;
+template <int Bits>
+INTAGLIO_INLINE void unpack(Bytes packed, Bytes (&planes)[kPlanes<Bits>]) {
+    constexpr int mask = (1 << Bits) - 1;
+    for (std::size_t j = 0; j < kPlanes<Bits>; ++j) {
+        const int shift = j < 2 ? static_cast<int>(j) * 4 % 8 : static_cast<int>(j) * 4 - 8;
+        for (std::size_t b = 0; b < kBytes; ++b)
+            planes[j].v[b] = static_cast<std::uint8_t>(packed.v[b] >> shift & (j < 2 ? mask : 4 * mask));
+    }
 }
 
 template <int Bits>
-INTAGLIO_INLINE Ints dot(Ints sum, const Bytes (&codes)[kPlanes<Bits>], const std::int8_t* activations) {
+constexpr int kStart = 1;
+
+template <int Bits>
+INTAGLIO_INLINE Ints first_dot(Ints sum, const Bytes (&planes)[kPlanes<Bits>], const std::int8_t* activations) {
     for (std::size_t j = 0; j < kPlanes<Bits>; ++j)
-        for (std::size_t b = 0; b < kBytes; ++b) sum.v[b / 4] += codes[j].v[b] * activations[j * kBytes + b];
+        for (std::size_t b = 0; b < kBytes; ++b)
+            sum.v[b / 4] += (j < 2 ? planes[j].v[b] : planes[j].v[b] / 4) * activations[j * kBytes + b];
     return sum;
 }
 
+INTAGLIO_INLINE Ints added(Ints a, Ints b) {
+    for (std::size_t lane = 0; lane < kLanes; ++lane) a.v[lane] += b.v[lane];
+    return a;
+}
 INTAGLIO_INLINE Ints load_ints(const std::int32_t* from) {
     Ints ints;
     std::memcpy(ints.v, from, sizeof ints);
     return ints;
 }
-INTAGLIO_INLINE void store_negative(Ints value, std::int32_t* to) {
-    for (std::size_t lane = 0; lane < kLanes; ++lane) to[lane] = -value.v[lane];
-}
+INTAGLIO_INLINE void store_ints(Ints value, std::int32_t* to) { std::memcpy(to, value.v, sizeof value); }
 INTAGLIO_INLINE Floats to_floats(Ints value) {
     Floats floats;
     for (std::size_t lane = 0; lane < kLanes; ++lane) floats.v[lane] = static_cast<float>(value.v[lane]);
@@ -253,7 +316,6 @@ INTAGLIO_INLINE Floats load_floats(const float* from) {
     std::memcpy(floats.v, from, sizeof floats);
     return floats;
 }
-INTAGLIO_INLINE void store_floats(Floats value, float* to) { std::memcpy(to, value.v, sizeof value); }
 INTAGLIO_INLINE Floats multiply(Floats a, Floats b) {
     for (std::size_t lane = 0; lane < kLanes; ++lane) a.v[lane] *= b.v[lane];
     return a;
