@@ -7,12 +7,13 @@ import math
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from intaglio.engines.cpu_cache import FilledPast, KeyValueCache
 from intaglio.engines.interruptible import call_interruptibly
 from intaglio.engines.onnxruntime_ import import_onnxruntime
 from intaglio.engines.shapes import Interface, check_feeds, smallest_sizes
@@ -26,6 +27,9 @@ _MAX_THREADS = max(16, 4 * (os.cpu_count() or 1))
 _OUT_OF_MEMORY = ("Failed to allocate memory", "bad_alloc")
 # Values that the smallest run may be fed with: a dims table that asks for more lies.
 _MAX_FEED = 1 << 26
+# Set by the lowering of a graph that appends to its cache in place.
+_CACHE_IN_PLACE = "intaglio.cache_in_place"
+_PAST = "past_key_values."
 
 
 def open_session(graph: bytes, weights_folder: Path, *, threads: int = 0, profile: Path | None = None) -> Any:
@@ -80,6 +84,46 @@ class CpuSession:
             self._session = open_session(graph.read_bytes(), weights_folder, threads=threads, profile=profile)
         except Exception as error:  # onnxruntime's errors have no common base of their own
             raise EngineError(f"{graph}: onnxruntime cannot load it: {error}") from error
+        self._appends = _CACHE_IN_PLACE in self._session.get_modelmeta().custom_metadata_map
+
+    def new_cache(self, batch: int) -> KeyValueCache | None:
+        """An empty key-value cache for :meth:`run_with_cache`; None if this stage takes and gives its cache whole."""
+        pasts = [tensor for tensor in self.stage.inputs if tensor.name.startswith(_PAST)]
+        if not self._appends or not pasts:
+            return None
+        return KeyValueCache(self._ort, pasts, batch, self.dims["total_sequence"].max)
+
+    def run_with_cache(
+        self, feeds: Mapping[str, np.ndarray], outputs: Collection[str], cache: KeyValueCache
+    ) -> dict[str, np.ndarray]:
+        """Runs the stage with a cache in place of past and present, and appends to it.
+
+        ``feeds`` are the other inputs. Errors as of :meth:`run`; the cache then holds what it held before.
+        """
+        first, *others = (tensor for tensor in self.stage.inputs if tensor.name.startswith(_PAST))
+        batch, tokens = feeds["input_ids"].shape
+        filled = {first.name: FilledPast(first, batch, cache.length)}
+        check_feeds(self.name, self.stage, self.dims, {**feeds, **filled}, unchecked={t.name for t in others})
+        try:
+            if cache.reserve(tokens):
+                cache.binding = self._session.io_binding()
+                for name, value in cache.values.items():
+                    cache.binding.bind_ortvalue_input(name, value)
+                    cache.binding.bind_ortvalue_output(name.replace(_PAST, "present.", 1), value)
+            binding = cache.binding
+            # A binding does not keep what it is given.
+            values = {name: self._ort.OrtValue.ortvalue_from_numpy(feed) for name, feed in feeds.items()}
+            for name, value in values.items():
+                binding.bind_ortvalue_input(name, value)
+            for name in outputs:
+                binding.bind_output(name)
+            self._call(lambda options: self._session.run_with_iobinding(binding, options))
+        except Exception as error:
+            raise self._failed(error) from error
+        cache.length += tokens
+        # Outputs come in the order in which they were bound: the cache's first.
+        results = binding.get_outputs()[len(cache.values) :]
+        return {name: value.numpy() for name, value in zip(outputs, results, strict=True)}
 
     def run(
         self,
@@ -103,21 +147,24 @@ class CpuSession:
             }
             results = self._run(names, values)
         except Exception as error:
-            if any(sign in str(error) for sign in _OUT_OF_MEMORY):
-                raise EngineError(
-                    f"{self.name}: there is not enough memory for these sizes; make them smaller, or give a memory "
-                    "budget, which says what is needed"
-                ) from error
-            raise EngineError(f"{self.name}: the run failed: {error}") from error
+            raise self._failed(error) from error
         return {name: value if name in resident else value.numpy() for name, value in zip(names, results, strict=True)}
 
+    def _failed(self, error: Exception) -> EngineError:
+        if any(sign in str(error) for sign in _OUT_OF_MEMORY):
+            return EngineError(
+                f"{self.name}: there is not enough memory for these sizes; make them smaller, or give a memory "
+                "budget, which says what is needed"
+            )
+        return EngineError(f"{self.name}: the run failed: {error}")
+
     def _run(self, names: list[str], values: dict[str, Any]) -> Any:
+        return self._call(lambda options: self._session.run_with_ort_values(names, values, options))
+
+    def _call(self, call: Callable[[Any], Any]) -> Any:
         options = self._ort.RunOptions()
         options.log_severity_level = 4
-        return call_interruptibly(
-            lambda: self._session.run_with_ort_values(names, values, options),
-            stop=lambda: setattr(options, "terminate", True),
-        )
+        return call_interruptibly(lambda: call(options), stop=lambda: setattr(options, "terminate", True))
 
     def end_profiling(self) -> Path:
         """Stops profiling and returns the file that onnxruntime wrote."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from intaglio.errors import InputError
@@ -63,12 +63,18 @@ def smallest_sizes(dims: Mapping[str, Dim]) -> dict[str, int]:
     return sizes
 
 
-def check_feeds(stage_name: str, stage: Interface, dims: Mapping[str, Dim], feeds: Mapping[str, Any]) -> None:
+def check_feeds(
+    stage_name: str,
+    stage: Interface,
+    dims: Mapping[str, Dim],
+    feeds: Mapping[str, Any],
+    unchecked: Collection[str] = frozenset(),
+) -> None:
     """Checks names, dtypes and shapes of ``feeds`` against a stage. Raises InputError naming the input.
 
-    A value needs ``shape``; one with a ``dtype`` is checked for it too.
+    A value needs ``shape``; one with a ``dtype`` is checked for it too. Inputs that are ``unchecked`` are not fed.
     """
-    declared = {tensor.name: tensor for tensor in stage.inputs}
+    declared = {tensor.name: tensor for tensor in stage.inputs if tensor.name not in unchecked}
     if feeds.keys() != declared.keys():
         missing, unknown = sorted(declared.keys() - feeds.keys()), sorted(feeds.keys() - declared.keys())
         raise InputError(f"{stage_name}: inputs are missing: {missing}; or unknown: {unknown}")

@@ -14,7 +14,8 @@ import numpy as np
 class Decoding:
     """One generation with a session of the ``generate`` stage.
 
-    The cache stays in the runtime's own memory between steps: it is neither copied out nor in.
+    A session that appends to its cache in place holds it once, in buffers with room to grow. Any other's stays in the
+    runtime's own memory between steps: it is neither copied out nor in.
     """
 
     def __init__(self, session: Any, prompts: Sequence[Sequence[int]], pad_token_id: int = 0) -> None:
@@ -24,6 +25,9 @@ class Decoding:
         self._tokens_BS = np.array([[pad_token_id] * (longest - len(p)) + list(p) for p in prompts], np.int64)
         self._mask_BT = np.array([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], np.int64)
         self._positions_BS = np.maximum(self._mask_BT.cumsum(axis=1) - 1, 0)
+        self._cache = session.new_cache(len(prompts))
+        if self._cache is not None:
+            return
         self._present = [t.name for t in session.stage.outputs if t.name.startswith("present.")]
         sizes = {"batch": len(prompts), "past_sequence": 0}
         self._past: dict[str, Any] = {
@@ -43,10 +47,11 @@ class Decoding:
             "input_ids": self._tokens_BS,
             "attention_mask": self._mask_BT,
             "position_ids": self._positions_BS,
-            **self._past,
         }
         # Chosen hidden states and taps are left out: nothing here reads them.
-        outputs = self._session.run(feeds, ["logits", *self._present], resident=self._present)
+        if self._cache is not None:
+            return self._session.run_with_cache(feeds, ["logits"], self._cache)["logits"][:, -1]
+        outputs = self._session.run({**feeds, **self._past}, ["logits", *self._present], resident=self._present)
         self._past = {n.replace("present.", "past_key_values.", 1): outputs[n] for n in self._present}
         return outputs["logits"][:, -1]
 

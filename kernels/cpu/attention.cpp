@@ -1,9 +1,10 @@
-#include "attention.h"
+#include "attention_work.h"
 
 #include <algorithm>
 #include <cmath>
 #include <memory>
 #include <new>
+
 
 namespace intaglio {
 namespace {
@@ -12,6 +13,8 @@ namespace {
 constexpr std::size_t kWantedParts = 32;
 // Multiplications below which handing work to other threads costs more than it saves.
 constexpr std::size_t kSmall = std::size_t{1} << 17;
+// Rows and keys from which on digits are worth packing, and what the packed heads of a round may take.
+constexpr std::size_t kDigitRows = 64, kRoundBytes = std::size_t{32} << 20;
 
 std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
 
@@ -71,7 +74,28 @@ std::size_t tile_memory(const Attention& a) {
            (2 * (kTileKeys + spare) + kTileKeys) * kTileQueries + std::max(a.D, a.E) + 16 * spare;
 }
 
-AttentionWork::AttentionWork(const Attention& attention, InstructionSet set) : attention_(attention), set_(set) {
+DigitsLayout::DigitsLayout(const Attention& a, std::size_t wanted)
+    : digits(wanted),
+      key_steps(ceil_div(a.D, 64)),
+      value_tiles(ceil_div(a.E, 16)),
+      blocks(ceil_div(a.T, kDigitKeys)),
+      key_scales(ceil_div(blocks, 64) * 64) {
+    const std::size_t steps = ceil_div(a.T, 64), tile = 1024 * digits;
+    value_scales = key_scales + steps * 64 * sizeof(float);
+    key_tiles = value_scales + blocks * value_tiles * 16 * sizeof(float);
+    value_tiles_at = key_tiles + steps * 4 * key_steps * tile;
+    bytes = value_tiles_at + steps * value_tiles * tile;
+}
+
+std::size_t digits_memory(const Attention& a) {
+    constexpr std::size_t lanes = 32, spare = 256, tile = 1024 / sizeof(float);
+    const std::size_t steps = ceil_div(a.D, 64);
+    return steps * 64 + 2 * kDigitKeys * lanes + (a.E + 16) * lanes + kDigitKeys + 16 * 256 + 9 * (steps + 1) * tile +
+           kDigitKeys / 64 * 6 * tile + spare;
+}
+
+AttentionWork::AttentionWork(const Attention& attention, InstructionSet set, bool is_fast)
+    : attention_(attention), set_(set), layout_(attention, is_fast ? 2 : 3) {
     const Attention& a = attention;
     rows_ = a.S * (a.H / a.K);
     is_small_ = a.B * a.H * a.S * a.T * (a.D + a.E) < kSmall;
@@ -87,18 +111,30 @@ AttentionWork::AttentionWork(const Attention& attention, InstructionSet set) : a
     const std::size_t wanted = ceil_div(kWantedParts, a.B * a.K);
     part_rows_ = std::clamp<std::size_t>(tiles / wanted, 1, kPartTiles) * kTileQueries;
     row_parts_ = ceil_div(rows_, part_rows_);
+#if INTAGLIO_HAS_amx
+    has_digits_ = set == InstructionSet::kAmx && rows_ >= kDigitRows && a.T >= kDigitRows && a.D >= 32 && a.E >= 16;
+    if (has_digits_) round_heads_ = std::clamp<std::size_t>(kRoundBytes / layout_.bytes, 1, a.B * a.K);
+#endif
 }
 
-std::size_t AttentionWork::phases() const { return splits_ ? 2 : 1; }
+std::size_t AttentionWork::phases() const {
+    if (has_digits_) return 2 * ceil_div(attention_.B * attention_.K, round_heads_);
+    return splits_ ? 2 : 1;
+}
 
 std::size_t AttentionWork::parts(std::size_t phase) const {
     const std::size_t heads = attention_.B * attention_.K;
+    if (has_digits_) {
+        const std::size_t in_round = std::min(round_heads_, heads - phase / 2 * round_heads_);
+        return in_round * (phase % 2 == 0 ? layout_.blocks : row_parts_);
+    }
     if (!splits_) return heads * row_parts_;
     // Adding up is too little to hand over.
     return phase == 0 ? heads * splits_ : 1;
 }
 
 std::size_t AttentionWork::scratch_bytes() const {
+    if (has_digits_) return round_heads_ * layout_.bytes;
     return attention_.B * attention_.K * splits_ * partial_floats_ * sizeof(float);
 }
 
@@ -114,14 +150,30 @@ void AttentionWork::compute(std::size_t phase, std::size_t part, std::byte* scra
         const AttentionRows rows{head / a.K, head % a.K, 0, rows_};
         return attend_split(level_of(set_), a, rows, part % splits_, partials + part * partial_floats_);
     }
-    const std::size_t head = part / row_parts_, row = part % row_parts_ * part_rows_;
-    const AttentionRows rows{head / a.K, head % a.K, row, std::min(row + part_rows_, rows_)};
-    float* memory = thread_memory(tile_memory(a));
+    float* memory = thread_memory(std::max(tile_memory(a), has_digits_ ? digits_memory(a) : 0));
     if (!memory) {
         ran_out_of_memory_ = true;
         return;
     }
-    attend_tiles(level_of(set_), a, rows, memory);
+#if INTAGLIO_HAS_amx
+    if (has_digits_) {
+        const bool packs = phase % 2 == 0;
+        const std::size_t in_round = part / (packs ? layout_.blocks : row_parts_);
+        const std::size_t head = phase / 2 * round_heads_ + in_round;
+        std::byte* packed = scratch + in_round * layout_.bytes;
+        if (packs)
+            return pack_digits_amx(a, layout_, head / a.K, head % a.K, part % layout_.blocks, packed, memory);
+        const AttentionRows rows = rows_of(head, part % row_parts_);
+        if (!attend_digits_amx(a, layout_, rows, packed, memory)) attend_tiles(level_of(set_), a, rows, memory);
+        return;
+    }
+#endif
+    attend_tiles(level_of(set_), a, rows_of(part / row_parts_, part % row_parts_), memory);
+}
+
+AttentionRows AttentionWork::rows_of(std::size_t head, std::size_t part) const {
+    const std::size_t row = part * part_rows_;
+    return {head / attention_.K, head % attention_.K, row, std::min(row + part_rows_, rows_)};
 }
 
 void AttentionWork::add_splits(std::size_t head, const float* partials) const noexcept {

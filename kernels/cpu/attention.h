@@ -7,7 +7,6 @@
 // a query and of a key, E of a value.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -78,32 +77,5 @@ void attend_split_avx2(const Attention& attention, const AttentionRows& rows, st
                        float* partial) noexcept;
 void attend_split_avx512(const Attention& attention, const AttentionRows& rows, std::size_t split,
                          float* partial) noexcept;
-
-// An attention cut into parts that may be computed in any order and at the same time.
-class AttentionWork final : public ParallelWork {
-   public:
-    // The machine must have `set`.
-    AttentionWork(const Attention& attention, InstructionSet set);
-
-    std::size_t phases() const override;
-    std::size_t parts(std::size_t phase) const override;
-    bool is_small() const override { return is_small_; }
-    std::size_t scratch_bytes() const override;
-    void compute(std::size_t phase, std::size_t part, std::byte* scratch) const noexcept override;
-    // Whether a part found no memory, and the output is not whole.
-    bool ran_out_of_memory() const { return ran_out_of_memory_; }
-
-   private:
-    void add_splits(std::size_t part, const float* partials) const noexcept;
-
-    const Attention& attention_;
-    InstructionSet set_;
-    std::size_t rows_;        // of a key head
-    std::size_t part_rows_, row_parts_;
-    std::size_t splits_ = 0;  // of the keys, where there are few rows
-    std::size_t partial_floats_ = 0;
-    bool is_small_;
-    mutable std::atomic<bool> ran_out_of_memory_{false};
-};
 
 }  // namespace intaglio

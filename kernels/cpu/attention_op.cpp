@@ -4,6 +4,7 @@
 #include <new>
 
 #include "attention_cache.h"
+#include "attention_work.h"
 
 namespace intaglio {
 namespace {
@@ -212,7 +213,7 @@ void AttentionKernel::compute(OpContext& context) const {
         mismatch("present_key and present_value are left out, where keys and values would be joined with the past");
     }
     if (a.B * a.S == 0) return;
-    const AttentionWork work(a, instruction_set_);
+    const AttentionWork work(a, instruction_set_, is_fast_);
     context.run(work);
     if (work.ran_out_of_memory()) throw std::bad_alloc();
 }

@@ -4,7 +4,7 @@
 // key or a value times a vector of rows. So keys and values are read as they are, for any D and E, and the softmax needs
 // nothing across lanes. Legend: attention.h.
 
-#include "attention_arithmetic.h"
+#include "attention_rows.h"
 
 namespace intaglio {
 namespace {
@@ -34,7 +34,7 @@ struct Memory {
     float *largest, *weights;       // [kLanes] a tile: the largest score, the sum of the exponentials
     float *keys, *values;           // [kKeys, D] and [kKeys, E]
     float *scores, *bias;           // [kKeys, kLanes]
-    std::uint8_t* visible;          // [kKeys, kLanes]
+    std::uint32_t* words;           // [kKeys / 32, kLanes]: load_seen
     float* head;                    // [max(D, E)]
 
     Memory(const Attention& a, float* at) {
@@ -51,20 +51,12 @@ struct Memory {
         values = take(kKeys * a.E + kSpare);
         scores = take((kKeys + kSpare) * kLanes);
         bias = take(kKeys * kLanes);
-        visible = reinterpret_cast<std::uint8_t*>(take(kKeys * kLanes / sizeof(float)));
+        words = reinterpret_cast<std::uint32_t*>(take(kKeys / kWordKeys * kLanes));
         head = take(a.D > a.E ? a.D : a.E);
     }
 };
 
-// The rows of a tile.
-struct Tile {
-    const Attention& a;
-    const AttentionRows& part;
-    std::size_t row, count;
-
-    std::size_t head(std::size_t lane) const { return part.kv_head * (a.H / a.K) + (row + lane) / a.S; }
-    std::size_t query(std::size_t lane) const { return (row + lane) % a.S; }
-};
+using RowTile = Tile<kLanes>;
 
 // Rows keys times all rows of a tile.
 template <std::size_t Rows>
@@ -132,7 +124,7 @@ void add_last_values(const float* weights, const float* values, std::size_t E, s
     add_values<Rows>(weights, values, E, count, decay, sums);
 }
 
-void load_queries(const Tile& tile, float* head, float* queries) {
+void load_queries(const RowTile& tile, float* head, float* queries) {
     const Attention& a = tile.a;
     for (std::size_t lane = 0; lane < kLanes; ++lane) {
         if (lane >= tile.count) {
@@ -152,60 +144,6 @@ void load_block(const Attention& a, const AttentionRows& part, std::size_t key, 
     }
     // Scored with the last keys, and then not looked at.
     for (std::size_t i = count * a.D; i < round_up(count, kRows) * a.D; ++i) m.keys[i] = 0;
-}
-
-enum class Visible { kNone, kSome, kAll };
-
-// Which rows of a tile see which keys of a block, as bytes [count, kLanes].
-Visible load_visible(const Tile& tile, std::size_t key, std::size_t count, std::uint8_t* visible) {
-    const Attention& a = tile.a;
-    const bool has_mask = a.mask.visible != nullptr;
-    if (!has_mask && !a.is_causal) return Visible::kAll;
-    std::size_t seen = 0;
-    for (std::size_t lane = 0; lane < kLanes; ++lane) {
-        std::size_t end = 0;
-        if (lane < tile.count) {
-            const std::size_t s = tile.query(lane);
-            end = a.is_causal ? s + a.causal_offset + 1 : key + count;
-            end = end < key ? 0 : smaller(end - key, count);
-            if (has_mask) {
-                const std::uint8_t* row =
-                    a.mask.visible + tile.part.batch * a.mask.batch + tile.head(lane) * a.mask.head + s * a.mask.query;
-                for (std::size_t k = 0; k < end; ++k) {
-                    const std::uint8_t sees = row[(key + k) * a.mask.key] != 0;
-                    visible[k * kLanes + lane] = sees;
-                    seen += sees;
-                }
-            } else {
-                for (std::size_t k = 0; k < end; ++k) visible[k * kLanes + lane] = 1;
-                seen += end;
-            }
-        }
-        for (std::size_t k = end; k < count; ++k) visible[k * kLanes + lane] = 0;
-    }
-    if (seen == 0) return Visible::kNone;
-    return seen == count * tile.count ? Visible::kAll : Visible::kSome;
-}
-
-void add_bias(const Tile& tile, std::size_t key, std::size_t count, float* bias, float* scores) {
-    const AttentionMask& mask = tile.a.mask;
-    for (std::size_t lane = 0; lane < kLanes; ++lane) {
-        const bool is_row = lane < tile.count;
-        const float* row = mask.bias;
-        if (is_row) row += tile.part.batch * mask.batch + tile.head(lane) * mask.head + tile.query(lane) * mask.query;
-        for (std::size_t k = 0; k < count; ++k) bias[k * kLanes + lane] = is_row ? row[(key + k) * mask.key] : 0;
-    }
-    for (std::size_t i = 0; i < count * kLanes; i += kWidth) {
-        Lanes sum, added;
-        sum.load(scores + i);
-        added.load(bias + i);
-        sum.add(added);
-        sum.store(scores + i);
-    }
-}
-
-void hide(const std::uint8_t* visible, std::size_t count, float* scores) {
-    for (std::size_t i = 0; i < count * kLanes; ++i) scores[i] = visible[i] ? scores[i] : kHidden;
 }
 
 // Scores to weights e^(score - largest). `decay` is what the sums of earlier blocks must be multiplied with.
@@ -228,8 +166,7 @@ void weigh(std::size_t count, float* scores, float* largest, float* weights, Lan
         most[c].store(largest + c * kWidth);
         subtract(decay[c], most[c]);
         exponential(decay[c]);
-        sum[c].load(weights + c * kWidth);
-        multiply(sum[c], decay[c]);
+        sum[c].clear();
     }
     for (std::size_t k = 0; k < count; ++k) {
         INTAGLIO_UNROLL
@@ -241,20 +178,25 @@ void weigh(std::size_t count, float* scores, float* largest, float* weights, Lan
             sum[c].add(x);
         }
     }
+    // Blocks are added up by themselves first: a single sum of all keys would lose digits.
     INTAGLIO_UNROLL
-    for (std::size_t c = 0; c < kVectors; ++c) sum[c].store(weights + c * kWidth);
+    for (std::size_t c = 0; c < kVectors; ++c) {
+        x.load(weights + c * kWidth);
+        add_fused(sum[c], x, decay[c]);
+        sum[c].store(weights + c * kWidth);
+    }
 }
 
 // One tile meets one block of keys.
-void attend_block(const Tile& tile, std::size_t t, std::size_t key, std::size_t count, const Memory& m) {
+void attend_block(const RowTile& tile, std::size_t t, std::size_t key, std::size_t count, const Memory& m) {
     const Attention& a = tile.a;
-    const Visible visible = load_visible(tile, key, count, m.visible);
-    if (visible == Visible::kNone) return;
+    const Seen seen = load_seen(tile, key, count, m.words);
+    if (seen.end == 0) return;
     const float* queries = m.queries + t * kLanes * a.D;
     for (std::size_t k = 0; k < count; k += kRows)
         score_keys<kRows>(queries, m.keys + k * a.D, a.D, m.scores + k * kLanes);
     if (a.mask.bias) add_bias(tile, key, count, m.bias, m.scores);
-    if (visible == Visible::kSome) hide(m.visible, count, m.scores);
+    if (!seen.is_all) hide_unseen<kLanes>(m.words, 0, count, m.scores);
     Lanes decay[kVectors];
     weigh(count, m.scores, m.largest + t * kLanes, m.weights + t * kLanes, decay);
     float* sums = m.sums + t * kLanes * a.E;
@@ -262,19 +204,6 @@ void attend_block(const Tile& tile, std::size_t t, std::size_t key, std::size_t 
     for (; e + kRows <= a.E; e += kRows)
         add_values<kRows>(m.scores, m.values + e, a.E, count, decay, sums + e * kLanes);
     if (e < a.E) add_last_values<kRows - 1>(m.scores, m.values + e, a.E, count, a.E - e, decay, sums + e * kLanes);
-}
-
-void store_rows(const Tile& tile, std::size_t t, const Memory& m) {
-    const Attention& a = tile.a;
-    const float* sums = m.sums + t * kLanes * a.E;
-    for (std::size_t lane = 0; lane < tile.count; ++lane) {
-        const float weight = m.weights[t * kLanes + lane];
-        // Every score was minus infinity: the sums are zeros.
-        const float factor = weight == 0 ? 0 : 1 / weight;
-        float* to = a.output + tile.part.batch * a.output_batch + tile.head(lane) * a.output_head +
-                    tile.query(lane) * a.output_row;
-        for (std::size_t e = 0; e < a.E; ++e) to[e] = sums[e * kLanes + lane] * factor;
-    }
 }
 
 }  // namespace
@@ -285,7 +214,7 @@ void INTAGLIO_FOR_ISA(attend_tiles)(const Attention& attention, const AttentionR
     const std::size_t tiles = (part.row_end - part.row + kLanes - 1) / kLanes;
     const auto tile_at = [&](std::size_t t) {
         const std::size_t row = part.row + t * kLanes;
-        return Tile{a, part, row, smaller(kLanes, part.row_end - row)};
+        return RowTile{a, part, row, smaller(kLanes, part.row_end - row)};
     };
     for (std::size_t t = 0; t < tiles; ++t) load_queries(tile_at(t), m.head, m.queries + t * kLanes * a.D);
     for (std::size_t i = 0; i < tiles * kLanes * a.E; ++i) m.sums[i] = 0;
@@ -298,7 +227,8 @@ void INTAGLIO_FOR_ISA(attend_tiles)(const Attention& attention, const AttentionR
         load_block(a, part, key, count, m);
         for (std::size_t t = 0; t < tiles; ++t) attend_block(tile_at(t), t, key, count, m);
     }
-    for (std::size_t t = 0; t < tiles; ++t) store_rows(tile_at(t), t, m);
+    for (std::size_t t = 0; t < tiles; ++t)
+        store_rows(tile_at(t), m.sums + t * kLanes * a.E, m.weights + t * kLanes);
 }
 
 }  // namespace intaglio

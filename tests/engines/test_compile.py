@@ -81,7 +81,7 @@ def test_report(bundle: Path) -> None:
     weights = sum(t.size for t in tiny_checkpoint.tensors().values())
     assert (stage.weight_count, stage.weight_bytes, stage.bits_per_weight) == (weights, 4 * weights, 32.0)
     assert (stage.attention_fused, stage.attention_total) == (2, 2)
-    assert stage.operators["Attention"] == 2
+    assert stage.operators["FusedAttention"] == 2
     assert stage.peak_rss_bytes > 20 << 20
 
 
