@@ -135,6 +135,11 @@ void fill_row(const AmxConv& conv, std::size_t batch, std::size_t source_row, st
             for (std::size_t pair = 0; pair < kTile; ++pair) {
                 const float* even = x + 2 * pair * pixels + column;
                 const bool has_even = 2 * pair < channels, has_odd = 2 * pair + 1 < channels;
+                // Rows of so many channels are too many for the machine to see them coming.
+                for (std::size_t i = 0; i < kChunk; i += kTile) {
+                    if (has_even) _mm_prefetch(even + kChunk + i, _MM_HINT_T0);
+                    if (has_odd) _mm_prefetch(even + pixels + kChunk + i, _MM_HINT_T0);
+                }
                 for (std::size_t i = 0; i * kTile < count; ++i) {
                     const __mmask16 valid = first_lanes(count - i * kTile);
                     __m512 low = _mm512_setzero_ps(), high = _mm512_setzero_ps();
