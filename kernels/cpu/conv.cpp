@@ -1,7 +1,6 @@
 #include "conv.h"
 
 #include <algorithm>
-#include <cstring>
 #include <new>
 
 #if INTAGLIO_HAS_amx
@@ -11,24 +10,25 @@
 namespace intaglio {
 namespace {
 
-#if INTAGLIO_HAS_amx
-
-std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
-
 // Divided towards minus infinity.
 std::ptrdiff_t floor_half(std::ptrdiff_t value) { return value >= 0 ? value / 2 : -((1 - value) / 2); }
 
-// Of a length of y, the positions of the grid and the row or column of the source that the first one meets.
-struct Extent {
-    std::size_t count;
-    std::ptrdiff_t first;
+class FloatConvKernel : public ConvKernel {
+   public:
+    FloatConvKernel(InstructionSet set, bool is_fast) : set_(set), is_fast_(is_fast) {}
+    std::unique_ptr<ParallelWork> packing(const float*) override { return nullptr; }
+    std::unique_ptr<ParallelWork> convolution(const Conv& conv) const override {
+        return make_float_conv(conv, set_, is_fast_);
+    }
+
+   private:
+    InstructionSet set_;
+    bool is_fast_;
 };
 
-Extent extent(std::size_t y_length, std::ptrdiff_t pad, bool is_upsampled) {
-    if (!is_upsampled) return {y_length, -pad};
-    const std::ptrdiff_t first = floor_half(-pad);
-    return {static_cast<std::size_t>(floor_half(static_cast<std::ptrdiff_t>(y_length) - 1 - pad) - first + 1), first};
-}
+#if INTAGLIO_HAS_amx
+
+std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
 
 class AmxPacking : public ParallelWork {
    public:
@@ -49,12 +49,12 @@ class AmxPacking : public ParallelWork {
 // A phase that fills the image of a band, then one that multiplies, for one band after the other.
 class AmxConvWork : public ParallelWork {
    public:
-    AmxConvWork(const Conv& conv, const std::uint16_t* weight) : conv_{} {
+    AmxConvWork(const Conv& conv, const std::uint16_t* packed) : conv_{} {
         AmxConv& c = conv_;
         static_cast<Conv&>(c) = conv;
-        c.weight = weight;
-        const Extent rows = extent(c.y_height, c.pad_top, c.is_upsampled);
-        const Extent columns = extent(c.y_width, c.pad_left, c.is_upsampled);
+        c.packed = packed;
+        const ConvExtent rows = conv_extent(c.y_height, c.pad_top, c.is_upsampled);
+        const ConvExtent columns = conv_extent(c.y_width, c.pad_left, c.is_upsampled);
         c.first_row = rows.first;
         c.first_column = columns.first;
         c.grid_rows = rows.count;
@@ -110,9 +110,9 @@ class AmxConvWork : public ParallelWork {
     std::size_t bands_, regions_across_, groups_;
 };
 
-class AmxConvWeight : public PackedConvWeight {
+class AmxConvKernel : public ConvKernel {
    public:
-    explicit AmxConvWeight(const ConvShape& shape)
+    explicit AmxConvKernel(const ConvShape& shape)
         : shape_(shape),
           block_size_(shape.phases() * shape.phases() * shape.taps() * ceil_div(shape.C, kConvBlock) * kConvBlock *
                       kConvBlock),
@@ -140,13 +140,18 @@ class AmxConvWeight : public PackedConvWeight {
 
 }  // namespace
 
-std::unique_ptr<PackedConvWeight> make_packed_conv_weight(const ConvShape& shape, InstructionSet set) {
+ConvExtent conv_extent(std::size_t y_length, std::ptrdiff_t pad, bool is_upsampled) {
+    if (!is_upsampled) return {y_length, -pad};
+    const std::ptrdiff_t first = floor_half(-pad), last = floor_half(static_cast<std::ptrdiff_t>(y_length) - 1 - pad);
+    return {static_cast<std::size_t>(last - first + 1), first};
+}
+
+std::unique_ptr<ConvKernel> make_conv_kernel(const ConvShape& shape, InstructionSet set, bool is_fast) {
+    if (shape.taps() > kMaxConvTaps) return nullptr;
 #if INTAGLIO_HAS_amx
-    if (set == InstructionSet::kAmx && shape.taps() <= kMaxConvTaps) return std::make_unique<AmxConvWeight>(shape);
+    if (set == InstructionSet::kAmx && is_fast) return std::make_unique<AmxConvKernel>(shape);
 #endif
-    (void)set;
-    (void)shape;
-    return nullptr;
+    return std::make_unique<FloatConvKernel>(set, is_fast);
 }
 
 }  // namespace intaglio

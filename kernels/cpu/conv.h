@@ -38,22 +38,49 @@ struct Conv : ConvShape {
     // Rows and columns of zeros before the (upsampled) picture; of it that many are left out if negative.
     std::ptrdiff_t pad_top, pad_left;
     float epsilon;
-    const float *x, *bias, *residual;                       // [B, C, H, W], [O], that of y; the last two may be null
+    const float *x, *weight;                                 // [B, C, H, W], [O, C, kernel_height, kernel_width]
+    const float *bias, *residual;                            // [O], that of y, or null
     const float *mean, *variance, *norm_weight, *norm_bias;  // [B, G], [C]; null: x is taken as it is
     const float* row_mask;                                  // [H], or null
     float* y;                                               // [B, O, y_height, y_width]
 };
 
-// A weight in the order of one instruction set's kernel.
-class PackedConvWeight {
+// How one instruction set convolves with one weight.
+class ConvKernel {
    public:
-    virtual ~PackedConvWeight() = default;
-    // Fills it from weight [O, C, kernel_height, kernel_width]; to be run once, before it is used.
+    virtual ~ConvKernel() = default;
+    // Brings the weight into the kernel's own order, once, after which conv.weight is not read; null if it is read
+    // as it lies.
     virtual std::unique_ptr<ParallelWork> packing(const float* weight) = 0;
     virtual std::unique_ptr<ParallelWork> convolution(const Conv& conv) const = 0;
 };
 
-// Null where no kernel of this set takes the shape.
-std::unique_ptr<PackedConvWeight> make_packed_conv_weight(const ConvShape& shape, InstructionSet set);
+// `is_fast` allows rounding to bfloat16 (relative L2 of y about 2e-3) and Winograd's transforms (about 3e-6). Null
+// where no kernel takes the shape.
+std::unique_ptr<ConvKernel> make_conv_kernel(const ConvShape& shape, InstructionSet set, bool is_fast);
+
+// The sum of the taps of g [3, 3] that meet pixel `tap` of 2 x 2, for phase 2 * (row is odd) + (column is odd): in an
+// even row the first two taps meet one pixel, in an odd row the last two.
+static inline float upsampled_tap(const float* g, std::size_t phase, std::size_t tap) {
+    const std::size_t row_split = 2 - phase / 2, column_split = 2 - phase % 2;
+    float sum = 0;
+    for (std::size_t i = tap / 2 ? row_split : 0; i < (tap / 2 ? 3 : row_split); ++i)
+        for (std::size_t j = tap % 2 ? column_split : 0; j < (tap % 2 ? 3 : column_split); ++j) sum += g[i * 3 + j];
+    return sum;
+}
+
+// Largest number of taps that a kernel takes.
+constexpr std::size_t kMaxConvTaps = 64;
+
+// Of a length of y, the positions of the grid and the row or column of x that the first one meets. A position is a
+// pixel of y or, where x is upsampled, two of them.
+struct ConvExtent {
+    std::size_t count;
+    std::ptrdiff_t first;
+};
+ConvExtent conv_extent(std::size_t y_length, std::ptrdiff_t pad, bool is_upsampled);
+
+// In float32; Winograd's transforms if `is_fast` and the shape has 3x3 taps.
+std::unique_ptr<ParallelWork> make_float_conv(const Conv& conv, InstructionSet set, bool is_fast);
 
 }  // namespace intaglio

@@ -59,7 +59,7 @@ INTAGLIO_INLINE void transpose(__m512i (&r)[kTile]) {
 
 // x / (1 + exp(-x)) with an error of about 1e-4 of it, a twentieth of what rounding to bfloat16 makes.
 INTAGLIO_INLINE __m512 silu(__m512 x) {
-    const __m512 power = _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f));
+    const __m512 power = _mm512_max_ps(_mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f)), _mm512_set1_ps(-126.0f));
     const __m512 whole = _mm512_roundscale_ps(power, 0x08);
     const __m512 part = _mm512_sub_ps(power, whole);
     // 2^part for part in [-0.5, 0.5].
@@ -135,6 +135,11 @@ void fill_row(const AmxConv& conv, std::size_t batch, std::size_t source_row, st
             for (std::size_t pair = 0; pair < kTile; ++pair) {
                 const float* even = x + 2 * pair * pixels + column;
                 const bool has_even = 2 * pair < channels, has_odd = 2 * pair + 1 < channels;
+                // Rows of so many channels are too many for the machine to see them coming.
+                for (std::size_t i = 0; i < kChunk; i += kTile) {
+                    if (has_even) _mm_prefetch(even + kChunk + i, _MM_HINT_T0);
+                    if (has_odd) _mm_prefetch(even + pixels + kChunk + i, _MM_HINT_T0);
+                }
                 for (std::size_t i = 0; i * kTile < count; ++i) {
                     const __mmask16 valid = first_lanes(count - i * kTile);
                     __m512 low = _mm512_setzero_ps(), high = _mm512_setzero_ps();
@@ -254,19 +259,9 @@ void pack_conv_weight_amx(const ConvShape& shape, const float* weight, std::size
             const std::size_t in_tile = o / kTile * kTileValues + (in_block / 2 * kTile + o % kTile) * 2 + in_block % 2;
             for (std::size_t phase = 0; phase < phases * phases; ++phase)
                 for (std::size_t tap = 0; tap < taps; ++tap) {
-                    float sum = 0;
-                    if (shape.is_upsampled) {
-                        // Of an even row the first two taps meet one pixel, of an odd row the last two.
-                        const std::size_t row_split = 2 - phase / 2, column_split = 2 - phase % 2;
-                        const std::size_t ty = tap / 2, tx = tap % 2;
-                        for (std::size_t i = ty ? row_split : 0; i < (ty ? 3 : row_split); ++i)
-                            for (std::size_t j = tx ? column_split : 0; j < (tx ? 3 : column_split); ++j)
-                                sum += from[i * 3 + j];
-                    } else {
-                        sum = from[tap];
-                    }
+                    const float value = shape.is_upsampled ? upsampled_tap(from, phase, tap) : from[tap];
                     const std::size_t step = (phase * blocks + c / kConvBlock) * taps + tap;
-                    to[step * 2 * kTileValues + in_tile] = to_bfloat16(sum);
+                    to[step * 2 * kTileValues + in_tile] = to_bfloat16(value);
                 }
         }
 }
@@ -296,7 +291,7 @@ void convolve_region_amx(const AmxConv& conv, const ConvRegion& region, std::siz
     load_tile_config();
     for (std::size_t block = region.block; block < region.block_end; ++block)
         for (std::size_t phase_row = 0; phase_row < phases; ++phase_row) {
-            const std::uint16_t* weight = conv.weight + (block * phases + phase_row) * phases * conv.steps * 2 * kTileValues;
+            const std::uint16_t* weight = conv.packed + (block * phases + phase_row) * phases * conv.steps * 2 * kTileValues;
             for (std::size_t phase = 0; phase < phases; ++phase, weight += conv.steps * 2 * kTileValues)
                 for (std::size_t step = 0; step < conv.steps; step += slice) {
                     const std::size_t count = smaller(slice, conv.steps - step);

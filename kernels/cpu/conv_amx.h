@@ -11,10 +11,9 @@
 namespace intaglio {
 
 constexpr std::size_t kConvBlock = 32;  // channels, in and out
-constexpr std::size_t kMaxConvTaps = 64;
 
 struct AmxConv : Conv {
-    const std::uint16_t* weight;
+    const std::uint16_t* packed;
     std::size_t channel_blocks, output_blocks, steps;
     // Of the source or, if it is upsampled, of pixels of the source: position (i, j) meets those from row
     // first_row + i and column first_column + j on.

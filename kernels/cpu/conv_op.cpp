@@ -29,7 +29,8 @@ FusedConvKernel::FusedConvKernel(const Attributes& attributes)
       pad_right_(attributes.integer("pad_right", 0)),
       upsample_(attributes.integer("upsample", 1)),
       epsilon_(attributes.real("epsilon", 1e-5f)),
-      packed_(std::make_unique<Packed>()) {
+      is_fast_(attributes.integer("fast", 0) != 0),
+      state_(std::make_unique<State>()) {
     if (upsample_ != 1 && upsample_ != 2) mismatch("upsample is " + text(upsample_) + ", expected 1 or 2");
 }
 
@@ -84,6 +85,7 @@ Conv FusedConvKernel::checked(const OpContext& context, Tensor* inputs) const {
     conv.pad_left = static_cast<std::ptrdiff_t>(pad_left_);
     conv.epsilon = epsilon_;
     conv.x = inputs[kX].as<float>();
+    conv.weight = inputs[kWeight].as<float>();
     conv.bias = inputs[kBias].as<float>();
     conv.mean = inputs[kMean].as<float>();
     conv.variance = inputs[kVariance].as<float>();
@@ -94,18 +96,22 @@ Conv FusedConvKernel::checked(const OpContext& context, Tensor* inputs) const {
     return conv;
 }
 
-const PackedConvWeight& FusedConvKernel::packed(OpContext& context, const Conv& conv, const float* weight) const {
-    const std::lock_guard<std::mutex> lock(packed_->mutex);
-    if (packed_->weight) {
-        if (packed_->from != weight) mismatch("the weight is not a constant of the graph; leave such a Conv as it is");
-        return *packed_->weight;
+const ConvKernel& FusedConvKernel::prepared(OpContext& context, const Conv& conv) const {
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    if (state_->kernel) {
+        if (state_->from != conv.weight)
+            mismatch("the weight is not a constant of the graph; leave such a Conv as it is");
+        return *state_->kernel;
     }
-    auto made = make_packed_conv_weight(conv, instruction_set_);
-    if (!made) mismatch("no kernel for " + std::string(name_of(instruction_set_)) + " takes this convolution");
-    context.run(*made->packing(weight));
-    packed_->from = weight;
-    packed_->weight = std::move(made);
-    return *packed_->weight;
+    auto kernel = make_conv_kernel(conv, instruction_set_, is_fast_);
+    if (!kernel)
+        mismatch("a kernel of " + text(static_cast<std::int64_t>(conv.kernel_height)) + " x " +
+                 text(static_cast<std::int64_t>(conv.kernel_width)) + " taps is more than " +
+                 text(static_cast<std::int64_t>(kMaxConvTaps)) + "; leave such a Conv as it is");
+    if (const auto packing = kernel->packing(conv.weight)) context.run(*packing);
+    state_->from = conv.weight;
+    state_->kernel = std::move(kernel);
+    return *state_->kernel;
 }
 
 void FusedConvKernel::compute(OpContext& context) const {
@@ -115,8 +121,7 @@ void FusedConvKernel::compute(OpContext& context) const {
                        static_cast<std::int64_t>(conv.y_height), static_cast<std::int64_t>(conv.y_width)};
     conv.y = static_cast<float*>(context.output(0, dims).data);
     if (conv.B == 0 || conv.y_height == 0 || conv.y_width == 0) return;
-    const PackedConvWeight& weight = packed(context, conv, inputs[kWeight].as<float>());
-    context.run(*weight.convolution(conv));
+    context.run(*prepared(context, conv).convolution(conv));
 }
 
 std::vector<SymbolicShape> FusedConvKernel::infer_shapes(const std::vector<SymbolicShape>& inputs) {

@@ -13,7 +13,8 @@ namespace intaglio {
 // all but x and weight may be left out, the four of the norm together. Attributes: pad_top, pad_left, pad_bottom,
 // pad_right (0 if missing; negative ones cut off), upsample (1 or 2; 1 if missing), epsilon, fast.
 //
-// The weight is a constant of the graph: it is brought into the kernel's order at the first run and not read again.
+// `fast` (0 if missing) allows what conv.h says. The weight is a constant of the graph: a kernel may bring it into its
+// own order at the first run and not read it again.
 class FusedConvKernel {
    public:
     static const OpSignature kSignature;
@@ -22,18 +23,19 @@ class FusedConvKernel {
     static std::vector<SymbolicShape> infer_shapes(const std::vector<SymbolicShape>& inputs);
 
    private:
-    struct Packed {
+    struct State {
         std::mutex mutex;
         const float* from = nullptr;
-        std::unique_ptr<PackedConvWeight> weight;
+        std::unique_ptr<ConvKernel> kernel;
     };
     Conv checked(const OpContext& context, Tensor* inputs) const;
-    const PackedConvWeight& packed(OpContext& context, const Conv& conv, const float* weight) const;
+    const ConvKernel& prepared(OpContext& context, const Conv& conv) const;
 
     InstructionSet instruction_set_;
     std::int64_t pad_top_, pad_left_, pad_bottom_, pad_right_, upsample_;
     float epsilon_;
-    std::unique_ptr<Packed> packed_;
+    bool is_fast_;
+    std::unique_ptr<State> state_;
 };
 
 }  // namespace intaglio

@@ -77,7 +77,7 @@ struct FastBlock {
 void multiply_panel_avx512_vnni(const PanelPlan& plan, const FastBlock& part, std::byte* scratch) noexcept;
 void multiply_panel_amx(const PanelPlan& plan, const FastBlock& part, std::byte* scratch) noexcept;
 
-// Takes every format that is_fast_format (fast_matmul.h) knows; null where there is no such kernel for `set`.
+// Takes every format that has_fast_matmul (fast_matmul.h) knows; null where there is no such kernel for `set`.
 std::unique_ptr<ParallelWork> make_fast_panel(const GroupedQuantMatMul& product, InstructionSet set);
 
 }  // namespace intaglio
