@@ -6,17 +6,17 @@ change from second to second; the best and the median of all turns are reported.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from intaglio.engines.memory import return_freed_memory
 from intaglio.errors import EngineError, RuntimeMissingError
 from intaglio.kernels.grouped_quant import GroupedQuantFormat, GroupedQuantRows, dequantize
 from intaglio.progress import Progress, ProgressCallback
@@ -278,8 +278,8 @@ def _matrices(product: Product, rotated_bytes: int, rng: np.random.Generator) ->
     first = random_weight((product.N, product.K), product.quantization, product.has_offsets, rng)
     count = math.ceil(rotated_bytes / first.nbytes) if product.M == 1 else 1
 
-    # The others are in memory of their own, which is all that matters to speed.
     def rolled(shift: int) -> Weight:
+        # In memory of its own, which is all that matters to speed.
         rows, zero_points = first.rows, first.integer_zero_points
         turned = (
             np.roll(array, shift, axis=0) if array.ndim else array for array in (rows.codes, rows.scales, rows.offsets)
@@ -326,6 +326,7 @@ def _their_products(
             group.reasons[name] = str(error)
             continue
         group.add(name, found[name].seconds)
+    return_freed_memory()  # of weights that were packed anew
     return found
 
 
@@ -445,17 +446,40 @@ def _attention_distances(runners: Mapping[str, Runner], tensors: Mapping[str, np
     return found
 
 
-def table(result: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[list[object]]]]:
-    """Title, columns and rows of the tables that show a result: one for each kernel and set of columns."""
+# What a table shows of each kind of row, and under which head.
+_PRODUCT_COLUMNS = {
+    "format": "format", "group_size": "group", "shape": "M x K x N", "accuracy": "accuracy",
+    "instruction_set": "ours uses up to", "ours_gops": "ours GOP/s", "ceiling_gops": "ceiling GOP/s",
+    "of_ceiling": "of ceiling", "ceiling_valid": "ceiling counts", f"times_{_NBITS}": "x MatMulNBits",
+    f"times_{_INTEGER}": "x MatMulInteger", "relative_l2": "relative L2", "relative_l2_outliers": "with outliers",
+}  # fmt: skip
+_COLUMNS = {
+    "products": _PRODUCT_COLUMNS,
+    "products of one row": {
+        "format": "format", "group_size": "group", "shape": "M x K x N", "accuracy": "accuracy",
+        "instruction_set": "ours uses up to", "ours_gbps": "ours GB/s", "read_gbps": "read GB/s",
+        "of_bandwidth": "of bandwidth", f"times_{_NBITS}": "x MatMulNBits", "relative_l2": "relative L2",
+    },
+    "attention": {
+        "shape": "heads x tokens x head", "accuracy": "accuracy", "ours_seconds": "ours s",
+        "torch_sdpa_seconds": "torch s", "onnxruntime_attention_seconds": "onnxruntime s",
+        "time_of_torch_sdpa": "time of torch's", "relative_l2": "relative L2", "of_ceiling": "of ceiling",
+    },
+}  # fmt: skip
 
-    def columns(row: Mapping[str, Any]) -> tuple[str, ...]:
-        return tuple(key for key in row if not key.endswith("_reason"))
 
-    for (kernel, keys), rows in itertools.groupby(result["rows"], lambda row: (row["kernel"], columns(row))):
-        group = list(rows)
-        names = [f"{row['format']} {'x'.join(map(str, row['shape']))} {row['accuracy']}" for row in group]
-        yield kernel, ["measure", *names], [[key, *(_text(row[key]) for row in group)] for key in keys]
+def tables(result: Mapping[str, Any]) -> dict[str, tuple[list[str], list[list[Any]]]]:
+    """What people look at first of a result: columns and rows by title."""
+    kinds: dict[str, list[Mapping[str, Any]]] = {title: [] for title in _COLUMNS}
+    for row in result["rows"]:
+        single = "products of one row" if "read_gbps" in row else "products"
+        kinds[single if row["kernel"] != "attention" else "attention"].append(row)
+    return {
+        title: (list(_COLUMNS[title].values()), [[_cell(row[key]) for key in _COLUMNS[title]] for row in rows])
+        for title, rows in kinds.items()
+        if rows
+    }
 
 
-def _text(value: object) -> str:
-    return "-" if value is None else "x".join(map(str, value)) if isinstance(value, list) else str(value)
+def _cell(value: Any) -> Any:
+    return "-" if value is None else " x ".join(map(str, value)) if isinstance(value, list) else value
