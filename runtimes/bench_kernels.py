@@ -22,6 +22,7 @@ from intaglio.kernels.grouped_quant import GroupedQuantFormat, GroupedQuantRows,
 from intaglio.progress import Progress, ProgressCallback
 from intaglio.runtimes import bench_graphs
 from intaglio.runtimes.bench_ceilings import (
+    AMX_LOOPS,
     FLOAT32_LOOPS,
     INT8_LOOPS,
     Ceilings,
@@ -130,7 +131,7 @@ def judged(row: Mapping[str, Any], clock: float, threads: int) -> dict[str, Any]
     if row["ceiling"] is None:
         return {"ceiling_share_of_ports": None, "ceiling_valid": False}
     share = share_of_ports(row["ceiling"], row["ceiling_gops"] * 1e9, clock, threads)
-    return {"ceiling_share_of_ports": round(share, 3), "ceiling_valid": is_valid(share)}
+    return {"ceiling_share_of_ports": _round(share), "ceiling_valid": is_valid(share)}
 
 
 class _Turns:
@@ -141,6 +142,9 @@ class _Turns:
         self.seconds: dict[str, list[float]] = {}
         self.reasons: dict[str, str] = {}
         self._runners: dict[str, Callable[[], float]] = {}
+        # What rows are compared with; the others are measured once, for the ceilings of the whole run.
+        compared = (self.ceilings.first_of(INT8_LOOPS), self.ceilings.first_of(FLOAT32_LOOPS), *AMX_LOOPS)
+        self._loops = [loop for loop in compared if loop is not None and loop in self.ceilings.loops]
 
     def add(self, name: str, seconds: Callable[[], float]) -> None:
         """``seconds`` runs once and says how long it took."""
@@ -150,10 +154,11 @@ class _Turns:
         """Each of them ``count`` times, after a run that does not count."""
         for seconds in self._runners.values():
             seconds()
+        self.ceilings.measure()
         for _ in range(count):
             for name, seconds in self._runners.items():
                 self.seconds[name].append(seconds())
-            self.ceilings.measure()
+            self.ceilings.measure(self._loops)
             done.advance(1)
         total.include(self.ceilings)
 
@@ -169,8 +174,8 @@ class _Turns:
         best, median = self.speeds(theirs, amount)
         our_best, our_median = self.speeds(ours, amount)
         row: dict[str, Any] = {
-            f"{theirs}_gops": _round(best, 1),
-            f"{theirs}_median_gops": _round(median, 1),
+            f"{theirs}_gops": _round(best),
+            f"{theirs}_median_gops": _round(median),
             f"times_{theirs}": _ratio(our_best, best),
             f"times_{theirs}_median": _ratio(our_median, median),
         }
@@ -184,7 +189,7 @@ class _Turns:
         reached = None if loop is None else self.ceilings.loops[loop] / 1e9
         row: dict[str, Any] = {
             "ceiling": loop,
-            "ceiling_gops": _round(reached, 1),
+            "ceiling_gops": _round(reached),
             "ceiling_share_of_ports": None,  # when the run is over, and its clock known
             "ceiling_valid": False,
             "of_ceiling": _ratio(speed, reached),
@@ -198,15 +203,16 @@ class _Turns:
         reached = self.ceilings.loops.get(loop)
         if reached is None:
             return {"amx_ceiling_gops": None, "of_amx_ceiling": None}
-        return {"amx_ceiling_gops": round(reached / 1e9, 1), "of_amx_ceiling": _ratio(speed, reached / 1e9)}
+        return {"amx_ceiling_gops": _round(reached / 1e9), "of_amx_ceiling": _ratio(speed, reached / 1e9)}
 
 
-def _round(value: float | None, digits: int) -> float | None:
-    return None if value is None else round(value, digits)
+def _round(value: float | None) -> float | None:
+    """Four digits."""
+    return None if value is None else float(f"{value:.4g}")
 
 
 def _ratio(ours: float | None, theirs: float | None) -> float | None:
-    return None if ours is None or not theirs else round(ours / theirs, 3)
+    return None if ours is None or not theirs else _round(ours / theirs)
 
 
 def _product_rows(
@@ -242,10 +248,10 @@ def _product_rows(
             "shape": [product.M, product.K, product.N],
             "accuracy": accuracy,
             "instruction_set": isa,
-            "ours_gops": _round(best, 1),
-            "ours_median_gops": _round(median, 1),
+            "ours_gops": _round(best),
+            "ours_median_gops": _round(median),
             **group.ceiling(INT8_LOOPS if accuracy == "fast" else FLOAT32_LOOPS, best),
-            **(group.amx("amx_int8", best) if accuracy == "fast" else {}),
+            **(group.amx(AMX_LOOPS[0], best) if accuracy == "fast" else {}),
             **group.compare(name, _NBITS, operations),
             **group.compare(name, _INTEGER, operations),
             **accuracies[name],
@@ -343,7 +349,7 @@ def _accuracies(
             found[name]["digest"] = hash(result.tobytes())
             results[name] = result.astype(np.float64)
         for name, distance in _distances(results, given, weight).items():
-            found[name][key] = float(f"{distance:.3g}")
+            found[name][key] = _round(distance)
     return found
 
 
@@ -369,10 +375,10 @@ def _bandwidth(group: _Turns, name: str, packed_bytes: int, matrices: int) -> di
     return {
         "matrices": matrices,
         "packed_bytes": packed_bytes,
-        "ours_gbps": _round(best, 2),
-        "ours_median_gbps": _round(median, 2),
-        "read_gbps": _round(read, 2),
-        "read_median_gbps": _round(read_median, 2),
+        "ours_gbps": _round(best),
+        "ours_median_gbps": _round(median),
+        "read_gbps": _round(read),
+        "read_median_gbps": _round(read_median),
         "of_bandwidth": _ratio(best, read),
         "of_bandwidth_median": _ratio(median, read_median),
     }
@@ -413,11 +419,11 @@ def _attention_rows(
         "shape": [attention.heads, attention.tokens, attention.head_dim],
         "accuracy": "exact",
         "instruction_set": chosen_instruction_set(),
-        "ours_gops": _round(best, 1),
-        "ours_median_gops": _round(median, 1),
+        "ours_gops": _round(best),
+        "ours_median_gops": _round(median),
         **({"ours_reason": group.reasons["ours"]} if "ours" in group.reasons else {}),
         **group.ceiling(FLOAT32_LOOPS, best),
-        **group.amx("amx_bfloat16", best),
+        **group.amx(AMX_LOOPS[1], best),
         "relative_l2": distances.get("ours"),
         "onnxruntime_attention_relative_l2": distances.get("onnxruntime_attention"),
     }
@@ -426,10 +432,10 @@ def _attention_rows(
         # As bounds on time are written: 0.8 is a fifth faster.
         for suffix in ("", "_median"):
             times = row[f"times_{theirs}{suffix}"]
-            row[f"time_of_{theirs}{suffix}"] = None if not times else round(1 / times, 3)
+            row[f"time_of_{theirs}{suffix}"] = _ratio(1, times)
     for name in ("ours", "torch_sdpa", "onnxruntime_attention"):
         seconds = group.seconds.get(name)
-        row[f"{name}_seconds"] = round(min(seconds), 4) if seconds else None
+        row[f"{name}_seconds"] = _round(min(seconds)) if seconds else None
     return [row]
 
 
@@ -442,7 +448,7 @@ def _attention_distances(runners: Mapping[str, Runner], tensors: Mapping[str, np
     found = {}
     for name, runner in runners.items():
         distance = np.linalg.norm(runner.run()[0, 0] - expected) / np.linalg.norm(expected)
-        found[name] = float(f"{distance:.3g}")
+        found[name] = _round(distance)
     return found
 
 

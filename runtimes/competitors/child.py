@@ -12,9 +12,6 @@ from typing import Any, Self
 
 from intaglio.errors import RuntimeMissingError
 
-# What a competitor is installed with: an extra of this package.
-EXTRAS = {"diffusers": "oracles", "torch": "oracles"}
-
 
 class Competitor:
     """Starts a module of ``intaglio.runtimes.competitors`` with ``request`` as JSON on its command line.
@@ -62,9 +59,9 @@ class Competitor:
             self.ended_with = self._child.wait()
             self._stderr.seek(0)
             last = self._stderr.read().strip().splitlines()[-1:] or [f"it ended with {self.ended_with}"]
-            hint = f"; install it with `pip install 'intaglio[{EXTRAS.get(self.name, 'bench')}]'`"
             missing = "No module named" in last[0]
-            raise RuntimeMissingError(f"{self.name} cannot be run beside ours: {last[0]}{hint if missing else ''}")
+            hint = "; install it with `pip install 'intaglio[bench]'`" if missing else ""
+            raise RuntimeMissingError(f"{self.name} cannot be run beside ours: {last[0]}{hint}")
         return line.rstrip("\n")
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """Runs FLUX.2's transformer in stable-diffusion.cpp, with random ternary weights of the type TQ2_0: a denoising step
 and its seconds for each line on stdin.
 
-Started by ``bench`` with the request as JSON on the command line. Timings only: the values mean nothing. The sampler
-of stable-diffusion.cpp calls back after each step; there it waits for the next line. It wants a text encoder and an
+Started by ``bench`` with the request as JSON on the command line. Timings only: the values mean nothing. Its sampler
+calls back before the first step and after each one; there it waits for the next line. It wants a text encoder and an
 autoencoder too, which are made of random weights as well.
 """
 
@@ -169,15 +169,13 @@ def main() -> int:
             llm_path=str(files["text_encoder"]),
             vae_path=str(files["autoencoder"]),
             n_threads=request["threads"],
-            diffusion_flash_attn=request.get("flash_attention", True),
             verbose=False,
         )
     started = 0.0
 
-    def after_step(step: int, steps: int, seconds: float) -> None:
+    def between_steps(step: int, steps: int, seconds: float) -> None:
         nonlocal started
         now = time.perf_counter()
-        # The first one is not timed: what it allocates is not there yet.
         text = f"{now - started}" if started else f"stable-diffusion-cpp-python {package.__version__}"
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
@@ -191,7 +189,7 @@ def main() -> int:
         height=request["height"],
         cfg_scale=1.0,
         sample_steps=_STEPS,
-        progress_callback=after_step,
+        progress_callback=between_steps,
     )
     return 0
 
