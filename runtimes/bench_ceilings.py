@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -31,10 +31,11 @@ OPERATIONS_PER_CYCLE = {
 VALID_SHARE = 0.85
 # What the products of each accuracy are made of, the fastest first. AMX has a column of its own: most machines lack it.
 INT8_LOOPS = ("vpdpbusd_zmm", "vpdpbusd_ymm", "smmla", "sdot")
+AMX_LOOPS = ("amx_int8", "amx_bfloat16")
 FLOAT32_LOOPS = ("float32_fma_zmm", "float32_fma_ymm", "float32_fma_neon")
 _ISA = "INTAGLIO_CPU_ISA"
 # Short enough to fit between two turns of what else runs on a machine; the best of several counts.
-_SECONDS, _TRIES = 0.004, 3
+_SECONDS, _TRIES = 0.004, 8
 
 
 @cache
@@ -86,14 +87,19 @@ class Ceilings:
         self.clock = 0.0
         self.loops: dict[str, float] = {name: 0.0 for name in OPERATIONS_PER_CYCLE if self._loop(name)}
 
-    def measure(self, names: Sequence[str] | None = None) -> dict[str, float]:
-        """Operations a second of the loops of these names (all that the machine has), once more; also the clock's."""
+    def measure(self, names: Iterable[str] | None = None) -> None:
+        """Runs the loops of these names (all that the machine has) and counts the clock, once more.
+
+        A loop that something disturbed is run again a few times: the ceiling is what the machine can do.
+        """
         for _ in range(_TRIES):
             self.clock = max(self.clock, _library().intaglio_clock(self.threads, _SECONDS))
-        found = {name: max(self._loop(name) for _ in range(_TRIES)) for name in names or self.loops}
-        for name, speed in found.items():
-            self.loops[name] = max(self.loops[name], speed)
-        return found
+        for name in names or self.loops:
+            for _ in range(_TRIES):
+                speed = self._loop(name)
+                self.loops[name] = max(self.loops[name], speed)
+                if is_valid(share_of_ports(name, speed, self.clock, self.threads)):
+                    break
 
     def include(self, other: Ceilings) -> None:
         """Takes what another one has reached."""

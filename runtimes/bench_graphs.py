@@ -92,9 +92,10 @@ class Runner:
         options.log_severity_level = 4
         # Threads that wait for the next run by turning round take the cores of whoever's turn it is.
         options.add_session_config_entry("session.force_spinning_stop", "1")
-        names = list(weights)
-        self._values = [ort.OrtValue.ortvalue_from_numpy(weights[name]) for name in names]
-        options.add_external_initializers(names, self._values)
+        # The session copies them; they may go with whoever made them.
+        options.add_external_initializers(
+            list(weights), [ort.OrtValue.ortvalue_from_numpy(w) for w in weights.values()]
+        )
         try:
             options.register_custom_ops_library(str(library_path()))
             data = ir.serde.serialize_model(ir.Model(graph, ir_version=11)).SerializeToString()
@@ -102,14 +103,15 @@ class Runner:
         except Exception as error:  # onnxruntime's errors have no common base of their own
             raise EngineError(f"onnxruntime cannot load the graph of a benchmark: {error}") from error
         self._binding = self._session.io_binding()
+        self._feeds: dict[str, np.ndarray] = {}
         self.feed(feeds)
         for output in outputs:
             self._binding.bind_output(str(output.name), "cpu")
 
     def feed(self, feeds: Mapping[str, np.ndarray]) -> None:
         """Inputs of the runs that follow."""
-        self._feeds = dict(feeds)  # the binding keeps addresses only
-        for name, value in self._feeds.items():
+        self._feeds |= feeds  # the binding keeps addresses only
+        for name, value in feeds.items():
             self._binding.bind_cpu_input(name, value)
 
     def run(self) -> np.ndarray:
@@ -128,6 +130,12 @@ class Runner:
 def _input(name: str, value: np.ndarray) -> ir.Value:
     dtype = ir.DataType.from_numpy(value.dtype)
     return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(value.shape))
+
+
+def _named(outputs: Sequence[ir.Value]) -> Sequence[ir.Value]:
+    for index, output in enumerate(outputs):
+        output.name, output.type = f"y{index}", ir.TensorType(ir.DataType.FLOAT)
+    return outputs
 
 
 class _Weights:
@@ -160,9 +168,6 @@ def _runner(
     given: ir.Value,
     threads: int,
 ) -> Runner:
-    for index, output in enumerate(outputs):
-        output.name = f"y{index}"
-        output.type = ir.TensorType(ir.DataType.FLOAT)
     return Runner(
         nodes,
         {"x": x},
@@ -170,25 +175,30 @@ def _runner(
         threads=threads,
         inputs=[given],
         initializers=weights.values,
-        outputs=outputs,
+        outputs=_named(outputs),
     )
 
 
 def ours(x: np.ndarray, matrices: Sequence[Weight], *, fast: bool, threads: int) -> Runner:
-    """``x`` ``[M, K]`` float32 times each of the matrices, by our kernel, one after the other."""
-    weights, given = _Weights(), _input("x", x)
-    nodes = []
+    """``x`` ``[M, K]`` float32 times each of the matrices, by our kernel, one after the other.
+
+    It reads weights where they lie: here they are inputs, which no session copies, and which several sessions share.
+    """
+    feeds, values, nodes = {"x": x}, {"x": _input("x", x)}, []
     for index, matrix in enumerate(matrices):
-        quantization = matrix.quantization
-        inputs = [weights.add(f"{name}{index}", getattr(matrix.rows, name)) for name in ("codes", "scales", "offsets")]
+        for name in ("codes", "scales", "offsets"):
+            feeds[f"{name}{index}"] = array = getattr(matrix.rows, name)
+            values[f"{name}{index}"] = _input(f"{name}{index}", array)
         attributes = {
-            "bits": quantization.bits,
-            "group_size": quantization.group_size,
-            "zero_point": quantization.zero_point,
+            "bits": matrix.quantization.bits,
+            "group_size": matrix.quantization.group_size,
+            "zero_point": matrix.quantization.zero_point,
             "fast": int(fast),
         }
-        nodes.append(ir.node("GroupedQuantMatMul", [given, *inputs], attributes=attributes, domain=DOMAIN))
-    return _runner(x, nodes, weights, [node.outputs[0] for node in nodes], given, threads)
+        inputs = [values[name] for name in ("x", f"codes{index}", f"scales{index}", f"offsets{index}")]
+        nodes.append(ir.node("GroupedQuantMatMul", inputs, attributes=attributes, domain=DOMAIN))
+    outputs = _named([node.outputs[0] for node in nodes])
+    return Runner(nodes, feeds, {}, threads=threads, inputs=list(values.values()), initializers=[], outputs=outputs)
 
 
 def takes_matmulnbits(quantization: GroupedQuantFormat) -> bool:

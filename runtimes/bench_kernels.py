@@ -6,23 +6,24 @@ change from second to second; the best and the median of all turns are reported.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from intaglio.engines.memory import return_freed_memory
 from intaglio.errors import EngineError, RuntimeMissingError
 from intaglio.kernels.cpu.library import instruction_set, instruction_sets
 from intaglio.kernels.grouped_quant import GroupedQuantFormat, GroupedQuantRows, dequantize
 from intaglio.progress import Progress, ProgressCallback
 from intaglio.runtimes import bench_graphs
 from intaglio.runtimes.bench_ceilings import (
+    AMX_LOOPS,
     FLOAT32_LOOPS,
     INT8_LOOPS,
     Ceilings,
@@ -129,7 +130,7 @@ def judged(row: Mapping[str, Any], clock: float, threads: int) -> dict[str, Any]
     if row["ceiling"] is None:
         return {"ceiling_share_of_ports": None, "ceiling_valid": False}
     share = share_of_ports(row["ceiling"], row["ceiling_gops"] * 1e9, clock, threads)
-    return {"ceiling_share_of_ports": round(share, 3), "ceiling_valid": is_valid(share)}
+    return {"ceiling_share_of_ports": _round(share), "ceiling_valid": is_valid(share)}
 
 
 class _Turns:
@@ -140,6 +141,9 @@ class _Turns:
         self.seconds: dict[str, list[float]] = {}
         self.reasons: dict[str, str] = {}
         self._runners: dict[str, Callable[[], float]] = {}
+        # What rows are compared with; the others are measured once, for the ceilings of the whole run.
+        compared = (self.ceilings.first_of(INT8_LOOPS), self.ceilings.first_of(FLOAT32_LOOPS), *AMX_LOOPS)
+        self._loops = [loop for loop in compared if loop is not None and loop in self.ceilings.loops]
 
     def add(self, name: str, seconds: Callable[[], float]) -> None:
         """``seconds`` runs once and says how long it took."""
@@ -149,10 +153,11 @@ class _Turns:
         """Each of them ``count`` times, after a run that does not count."""
         for seconds in self._runners.values():
             seconds()
+        self.ceilings.measure()
         for _ in range(count):
             for name, seconds in self._runners.items():
                 self.seconds[name].append(seconds())
-            self.ceilings.measure()
+            self.ceilings.measure(self._loops)
             done.advance(1)
         total.include(self.ceilings)
 
@@ -168,8 +173,8 @@ class _Turns:
         best, median = self.speeds(theirs, amount)
         our_best, our_median = self.speeds(ours, amount)
         row: dict[str, Any] = {
-            f"{theirs}_gops": _round(best, 1),
-            f"{theirs}_median_gops": _round(median, 1),
+            f"{theirs}_gops": _round(best),
+            f"{theirs}_median_gops": _round(median),
             f"times_{theirs}": _ratio(our_best, best),
             f"times_{theirs}_median": _ratio(our_median, median),
         }
@@ -183,7 +188,7 @@ class _Turns:
         reached = None if loop is None else self.ceilings.loops[loop] / 1e9
         row: dict[str, Any] = {
             "ceiling": loop,
-            "ceiling_gops": _round(reached, 1),
+            "ceiling_gops": _round(reached),
             "ceiling_share_of_ports": None,  # when the run is over, and its clock known
             "ceiling_valid": False,
             "of_ceiling": _ratio(speed, reached),
@@ -197,15 +202,16 @@ class _Turns:
         reached = self.ceilings.loops.get(loop)
         if reached is None:
             return {"amx_ceiling_gops": None, "of_amx_ceiling": None}
-        return {"amx_ceiling_gops": round(reached / 1e9, 1), "of_amx_ceiling": _ratio(speed, reached / 1e9)}
+        return {"amx_ceiling_gops": _round(reached / 1e9), "of_amx_ceiling": _ratio(speed, reached / 1e9)}
 
 
-def _round(value: float | None, digits: int) -> float | None:
-    return None if value is None else round(value, digits)
+def _round(value: float | None) -> float | None:
+    """Four digits."""
+    return None if value is None else float(f"{value:.4g}")
 
 
 def _ratio(ours: float | None, theirs: float | None) -> float | None:
-    return None if ours is None or not theirs else round(ours / theirs, 3)
+    return None if ours is None or not theirs else _round(ours / theirs)
 
 
 def _product_rows(
@@ -241,10 +247,10 @@ def _product_rows(
             "shape": [product.M, product.K, product.N],
             "accuracy": accuracy,
             "instruction_set": isa,
-            "ours_gops": _round(best, 1),
-            "ours_median_gops": _round(median, 1),
+            "ours_gops": _round(best),
+            "ours_median_gops": _round(median),
             **group.ceiling(INT8_LOOPS if accuracy == "fast" else FLOAT32_LOOPS, best),
-            **(group.amx("amx_int8", best) if accuracy == "fast" else {}),
+            **(group.amx(AMX_LOOPS[0], best) if accuracy == "fast" else {}),
             **group.compare(name, _NBITS, operations),
             **group.compare(name, _INTEGER, operations),
             **accuracies[name],
@@ -277,8 +283,8 @@ def _matrices(product: Product, rotated_bytes: int, rng: np.random.Generator) ->
     first = random_weight((product.N, product.K), product.quantization, product.has_offsets, rng)
     count = math.ceil(rotated_bytes / first.nbytes) if product.M == 1 else 1
 
-    # The others are in memory of their own, which is all that matters to speed.
     def rolled(shift: int) -> Weight:
+        # In memory of its own, which is all that matters to speed.
         rows, zero_points = first.rows, first.integer_zero_points
         turned = (
             np.roll(array, shift, axis=0) if array.ndim else array for array in (rows.codes, rows.scales, rows.offsets)
@@ -325,6 +331,7 @@ def _their_products(
             group.reasons[name] = str(error)
             continue
         group.add(name, found[name].seconds)
+    return_freed_memory()  # of weights that were packed anew
     return found
 
 
@@ -341,7 +348,7 @@ def _accuracies(
             found[name]["digest"] = hash(result.tobytes())
             results[name] = result.astype(np.float64)
         for name, distance in _distances(results, given, weight).items():
-            found[name][key] = float(f"{distance:.3g}")
+            found[name][key] = _round(distance)
     return found
 
 
@@ -367,10 +374,10 @@ def _bandwidth(group: _Turns, name: str, packed_bytes: int, matrices: int) -> di
     return {
         "matrices": matrices,
         "packed_bytes": packed_bytes,
-        "ours_gbps": _round(best, 2),
-        "ours_median_gbps": _round(median, 2),
-        "read_gbps": _round(read, 2),
-        "read_median_gbps": _round(read_median, 2),
+        "ours_gbps": _round(best),
+        "ours_median_gbps": _round(median),
+        "read_gbps": _round(read),
+        "read_median_gbps": _round(read_median),
         "of_bandwidth": _ratio(best, read),
         "of_bandwidth_median": _ratio(median, read_median),
     }
@@ -411,11 +418,11 @@ def _attention_rows(
         "shape": [attention.heads, attention.tokens, attention.head_dim],
         "accuracy": "exact",
         "instruction_set": instruction_set(),
-        "ours_gops": _round(best, 1),
-        "ours_median_gops": _round(median, 1),
+        "ours_gops": _round(best),
+        "ours_median_gops": _round(median),
         **({"ours_reason": group.reasons["ours"]} if "ours" in group.reasons else {}),
         **group.ceiling(FLOAT32_LOOPS, best),
-        **group.amx("amx_bfloat16", best),
+        **group.amx(AMX_LOOPS[1], best),
         "relative_l2": distances.get("ours"),
         "onnxruntime_attention_relative_l2": distances.get("onnxruntime_attention"),
     }
@@ -424,10 +431,10 @@ def _attention_rows(
         # As bounds on time are written: 0.8 is a fifth faster.
         for suffix in ("", "_median"):
             times = row[f"times_{theirs}{suffix}"]
-            row[f"time_of_{theirs}{suffix}"] = None if not times else round(1 / times, 3)
+            row[f"time_of_{theirs}{suffix}"] = _ratio(1, times)
     for name in ("ours", "torch_sdpa", "onnxruntime_attention"):
         seconds = group.seconds.get(name)
-        row[f"{name}_seconds"] = round(min(seconds), 4) if seconds else None
+        row[f"{name}_seconds"] = _round(min(seconds)) if seconds else None
     return [row]
 
 
@@ -440,21 +447,44 @@ def _attention_distances(runners: Mapping[str, Runner], tensors: Mapping[str, np
     found = {}
     for name, runner in runners.items():
         distance = np.linalg.norm(runner.run()[0, 0] - expected) / np.linalg.norm(expected)
-        found[name] = float(f"{distance:.3g}")
+        found[name] = _round(distance)
     return found
 
 
-def table(result: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[list[object]]]]:
-    """Title, columns and rows of the tables that show a result: one for each kernel and set of columns."""
+# What a table shows of each kind of row, and under which head.
+_PRODUCT_COLUMNS = {
+    "format": "format", "group_size": "group", "shape": "M x K x N", "accuracy": "accuracy",
+    "instruction_set": "ours uses up to", "ours_gops": "ours GOP/s", "ceiling_gops": "ceiling GOP/s",
+    "of_ceiling": "of ceiling", "ceiling_valid": "ceiling counts", f"times_{_NBITS}": "x MatMulNBits",
+    f"times_{_INTEGER}": "x MatMulInteger", "relative_l2": "relative L2", "relative_l2_outliers": "with outliers",
+}  # fmt: skip
+_COLUMNS = {
+    "products": _PRODUCT_COLUMNS,
+    "products of one row": {
+        "format": "format", "group_size": "group", "shape": "M x K x N", "accuracy": "accuracy",
+        "instruction_set": "ours uses up to", "ours_gbps": "ours GB/s", "read_gbps": "read GB/s",
+        "of_bandwidth": "of bandwidth", f"times_{_NBITS}": "x MatMulNBits", "relative_l2": "relative L2",
+    },
+    "attention": {
+        "shape": "heads x tokens x head", "accuracy": "accuracy", "ours_seconds": "ours s",
+        "torch_sdpa_seconds": "torch s", "onnxruntime_attention_seconds": "onnxruntime s",
+        "time_of_torch_sdpa": "time of torch's", "relative_l2": "relative L2", "of_ceiling": "of ceiling",
+    },
+}  # fmt: skip
 
-    def columns(row: Mapping[str, Any]) -> tuple[str, ...]:
-        return tuple(key for key in row if not key.endswith("_reason"))
 
-    for (kernel, keys), rows in itertools.groupby(result["rows"], lambda row: (row["kernel"], columns(row))):
-        group = list(rows)
-        names = [f"{row['format']} {'x'.join(map(str, row['shape']))} {row['accuracy']}" for row in group]
-        yield kernel, ["measure", *names], [[key, *(_text(row[key]) for row in group)] for key in keys]
+def tables(result: Mapping[str, Any]) -> dict[str, tuple[list[str], list[list[Any]]]]:
+    """What people look at first of a result: columns and rows by title."""
+    kinds: dict[str, list[Mapping[str, Any]]] = {title: [] for title in _COLUMNS}
+    for row in result["rows"]:
+        single = "products of one row" if "read_gbps" in row else "products"
+        kinds[single if row["kernel"] != "attention" else "attention"].append(row)
+    return {
+        title: (list(_COLUMNS[title].values()), [[_cell(row[key]) for key in _COLUMNS[title]] for row in rows])
+        for title, rows in kinds.items()
+        if rows
+    }
 
 
-def _text(value: object) -> str:
-    return "-" if value is None else "x".join(map(str, value)) if isinstance(value, list) else str(value)
+def _cell(value: Any) -> Any:
+    return "-" if value is None else " x ".join(map(str, value)) if isinstance(value, list) else value

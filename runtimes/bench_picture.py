@@ -15,14 +15,15 @@ from intaglio.engines.engine import Engine
 from intaglio.engines.memory import peak_rss_bytes, reset_peak_rss
 from intaglio.errors import InputError
 from intaglio.progress import Progress, ProgressCallback
+from intaglio.runtimes.bench_against import graph_request, key_of, start_competitor
 from intaglio.runtimes.competitors.child import Competitor
 from intaglio.runtimes.images import check_size
 from intaglio.runtimes.machine import Float32MatMul, describe_machine
 from intaglio.runtimes.profile import profiled_session, read_profiles
 from intaglio.runtimes.random_feeds import Sizes, random_feeds
 
-# Module that runs a competitor's transformer in a process of its own.
-COMPETITORS = {"diffusers": "intaglio.runtimes.competitors.diffusers_transformer"}
+# Competitors that run the linear layers of the transformer and nothing else.
+_LINEARS_ONLY = ("openvino",)
 _STAGES = ("text_encoder", "transformer", "vae_decoder", "vae_encoder")
 
 
@@ -55,7 +56,8 @@ def bench_picture(
         reset_peak_rss()
         started = time.perf_counter()
         with ExitStack() as stack:
-            if profile:
+            profiled = profile or (against in _LINEARS_ONLY and stage == "transformer")
+            if profiled:
                 session = stack.enter_context(profiled_session(engine, stage, threads=threads))
             else:
                 session = engine.load(stage, threads=threads)
@@ -64,19 +66,20 @@ def bench_picture(
             seconds: list[float] = []
             theirs: list[float] = []
             peak = 0
-            competitor = _competitor(engine, against if stage == "transformer" else None, feeds, threads)
-            run_theirs = stack.enter_context(competitor)
+            name = against if stage == "transformer" else None
+            competitor = stack.enter_context(_competitor(engine, name, feeds, sizes, threads))
             for _ in range(repeats):
                 started = time.perf_counter()
                 session.run(feeds)
                 seconds.append(time.perf_counter() - started)
                 # Before the product, which needs memory of its own.
                 peak = peak or peak_rss_bytes()
-                theirs += run_theirs()
+                if competitor is not None:
+                    theirs.append(competitor.seconds())
                 speeds.append(product.operations_per_second())
                 count.advance(1)
             # The last run: the first one also makes the memory that the others find.
-            profiles = read_profiles(session)[-1:] if profile else []
+            profiles = read_profiles(session)[-1:] if profiled else []
         row: dict[str, Any] = {
             "stage": stage,
             "target": engine.info.target,
@@ -89,11 +92,11 @@ def bench_picture(
         }
         if stage == "transformer":
             row["gops"] = round(_operations(engine, feeds) / min(seconds) / 1e9)
-        if theirs:
-            row[f"{against}_seconds"] = round(statistics.median(theirs), 2)
-            row[f"{against}_best_seconds"] = round(min(theirs), 2)
-            row[f"of_{against}"] = round(statistics.median(a / b for a, b in zip(seconds, theirs, strict=True)), 3)
-        if profiles:
+        if competitor is not None and name in _LINEARS_ONLY:
+            row |= _of_linears(name, competitor.ready, profiles[0], theirs)
+        elif competitor is not None and name is not None:
+            row |= _of_competitor(name, competitor.ready, seconds, theirs)
+        if profile:
             row["profile"] = profiles[0]
         rows.append(row)
         del session
@@ -116,16 +119,50 @@ def _operations(engine: Engine, feeds: Mapping[str, np.ndarray]) -> int:
 
 
 @contextmanager
-def _competitor(engine: Engine, name: str | None, feeds: Mapping[str, np.ndarray], threads: int) -> Iterator[Any]:
-    """A function that runs the competitor once and gives its seconds, in a list; an empty one without competitor."""
+def _competitor(
+    engine: Engine, name: str | None, feeds: Mapping[str, np.ndarray], sizes: Sizes, threads: int
+) -> Iterator[Competitor | None]:
+    """The competitor's transformer, ready for its runs; None without one."""
     if name is None:
-        yield list
+        yield None
         return
+    components = engine.bundle.components
     request = {
-        "config": engine.bundle.components["transformer"].config,
+        "config": components["transformer"].config,
         "image_tokens": feeds["hidden_states"].shape[1],
         "text_tokens": feeds["encoder_hidden_states"].shape[1],
+        "height": sizes.height,
+        "width": sizes.width,
         "threads": threads or os.cpu_count(),
     }
-    with Competitor(name, COMPETITORS[name], request) as competitor:
-        yield lambda: [competitor.seconds()]
+    if name == "onnxruntime":
+        request = graph_request(engine, "transformer", threads, sizes)
+    with start_competitor("text-to-image", name, request) as competitor:
+        yield competitor
+
+
+def _of_competitor(name: str, version: str, ours: list[float], theirs: list[float]) -> dict[str, Any]:
+    """Their seconds, and our time beside theirs: of the best runs, and the median of the pairs."""
+    key = key_of(name)
+    return {
+        f"{key}_version": version,
+        f"{key}_seconds": round(statistics.median(theirs), 2),
+        f"{key}_best_seconds": round(min(theirs), 2),
+        f"best_of_{key}": round(min(ours) / min(theirs), 3),
+        f"of_{key}": round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 3),
+    }
+
+
+def _of_linears(name: str, version: str, profile: Mapping[str, Any], theirs: list[float]) -> dict[str, Any]:
+    """For who runs the linear layers alone: the time of our matrix products in the profiled run beside theirs."""
+    key = key_of(name)
+    ours = (
+        sum(row["ms"] for row in profile["operators"] if "MatMul" in row["op_type"] or "Gemm" in row["op_type"]) / 1e3
+    )
+    return {
+        f"{key}_version": version,
+        "linears_seconds": round(ours, 2),
+        f"{key}_linears_seconds": round(statistics.median(theirs), 2),
+        f"{key}_linears_best_seconds": round(min(theirs), 2),
+        f"linears_of_{key}": round(ours / min(theirs), 3),
+    }

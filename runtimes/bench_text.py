@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +17,16 @@ from intaglio.engines.engine import Engine, read_report
 from intaglio.engines.memory import peak_rss_bytes
 from intaglio.errors import InputError
 from intaglio.progress import Progress, ProgressCallback
+from intaglio.runtimes.bench_against import (
+    find_gguf,
+    generation,
+    graph_request,
+    key_of,
+    start_competitor,
+    start_llama_cpp,
+)
+from intaglio.runtimes.competitors.child import Competitor
+from intaglio.runtimes.competitors.text_protocol import time_generation
 from intaglio.runtimes.decoding import Decoding
 from intaglio.runtimes.machine import describe_machine, read_bandwidth
 from intaglio.runtimes.profile import profiled_session, read_profiles
@@ -26,6 +40,8 @@ def bench_text(
     repeats: int,
     threads: int,
     profile: bool,
+    against: str | None,
+    gguf: Path | None,
     progress: ProgressCallback | None,
 ) -> dict[str, Any]:
     """Times load, prefill of ``prompt_tokens`` and decode of ``new_tokens``; medians of ``repeats``.
@@ -49,22 +65,28 @@ def bench_text(
     prefills: list[float] = []
     steps: list[float] = []
     bandwidths: list[float] = []
-    count = Progress(progress, "bench", repeats * (new_tokens + 1), "steps")
+    theirs: list[tuple[float, list[float]]] = []
+    count = Progress(progress, "bench", repeats, "generations")
     prompt = np.random.Generator(np.random.Philox(0)).integers(
         0, engine.bundle.language_model.config["vocab_size"], prompt_tokens
     )
     peak = 0
-    for _ in range(repeats):
-        decoding = Decoding(session, [prompt.tolist()])
-        for step in range(new_tokens + 1):
-            started = time.perf_counter()
-            logits_BV = decoding.step()
-            (prefills if step == 0 else steps).append(time.perf_counter() - started)
-            decoding.put(logits_BV.argmax(axis=-1))
+    found: dict[str, Any] = {}
+    with _competitor(engine, against, gguf, prompt_tokens + new_tokens, threads, found) as competitor:
+        asked = generation(prompt.tolist(), new_tokens)
+        if competitor is not None:
+            competitor.ask(asked)  # its first takes longer: what it allocates is not there yet
+        for _ in range(repeats):
+            first, others = time_generation(Decoding(session, [prompt.tolist()]), new_tokens)
+            prefills.append(first)
+            steps += others
+            # Before the first measurement of the memory itself, which needs some of its own.
+            peak = peak or peak_rss_bytes()
+            bandwidths.append(read_bandwidth(threads or os.cpu_count() or 1))
+            if competitor is not None:
+                answer = json.loads(competitor.ask(asked))
+                theirs.append((answer["prefill"], answer["steps"]))
             count.advance(1)
-        # Before the first measurement of the memory itself, which needs some of its own.
-        peak = peak or peak_rss_bytes()
-        bandwidths.append(read_bandwidth(threads or os.cpu_count() or 1))
     bandwidth = max(bandwidths)
     decode = 1 / statistics.median(steps)
     ceiling = bandwidth / weight_bytes
@@ -80,8 +102,10 @@ def bench_text(
         "weight_bytes": weight_bytes,
         "peak_rss_mib": round(peak / 2**20, 1),
     }
+    if against is not None:
+        row |= found | _of_competitor(key_of(against), prompt_tokens, prefills, steps, theirs)
     if profile:
-        del session, decoding
+        del session
         row |= _profiles(engine, prompt.tolist(), threads)
     return {
         "machine": describe_machine(threads),
@@ -90,6 +114,45 @@ def bench_text(
             "decode_tokens_per_second": round(ceiling, 1),
         },
         "rows": [row],
+    }
+
+
+@contextmanager
+def _competitor(
+    engine: Engine, name: str | None, gguf: Path | None, context: int, threads: int, found: dict[str, Any]
+) -> Iterator[Competitor | None]:
+    """The competitor, ready to write; what is to be said of it goes to ``found``. None without one."""
+    if name is None:
+        yield None
+        return
+    key = key_of(name)
+    if name == "llama.cpp":
+        path, is_source = find_gguf(engine, gguf)
+        with start_llama_cpp(path, context, threads) as (competitor, note):
+            found |= {f"{key}_version": competitor.ready, f"{key}_runs_the_bundles_source": is_source}
+            if note is not None:
+                found[f"{key}_note"] = note
+            yield competitor
+        return
+    request = graph_request(engine, "generate", threads, None)
+    with start_competitor("text-generation", name, request) as competitor:
+        found |= {f"{key}_version": competitor.ready, f"{key}_unpacks_at_load": request["unpack"]}
+        yield competitor
+
+
+def _of_competitor(
+    key: str, prompt_tokens: int, prefills: list[float], steps: list[float], theirs: list[tuple[float, list[float]]]
+) -> dict[str, Any]:
+    """Their speeds, and how many times as fast ours are, in the medians and at best."""
+    their_prefills = [prefill for prefill, _ in theirs]
+    their_steps = [step for _, part in theirs for step in part]
+    return {
+        f"{key}_prefill_tokens_per_second": round(prompt_tokens / statistics.median(their_prefills), 1),
+        f"{key}_decode_tokens_per_second": round(1 / statistics.median(their_steps), 1),
+        f"prefill_times_{key}": round(statistics.median(their_prefills) / statistics.median(prefills), 3),
+        f"decode_times_{key}": round(statistics.median(their_steps) / statistics.median(steps), 3),
+        f"best_prefill_times_{key}": round(min(their_prefills) / min(prefills), 3),
+        f"best_decode_times_{key}": round(min(their_steps) / min(steps), 3),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,6 +35,15 @@ def processor_features() -> list[str]:
         return []
     found = {word for line in lines if line.startswith(("flags", "Features")) for word in line.split()}
     return [name for name in _FEATURES if name in found]
+
+
+def available_bytes() -> int:
+    """Memory that programs can take without swapping; 0 where the system does not say. Linux only."""
+    try:
+        match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text("utf-8"))
+    except OSError:
+        return 0
+    return int(match[1]) * 1024 if match else 0
 
 
 def read_bandwidth(threads: int) -> float:

@@ -12,9 +12,6 @@ from typing import Any, Self
 
 from intaglio.errors import RuntimeMissingError
 
-# What a competitor is installed with: an extra of this package.
-EXTRAS = {"diffusers": "oracles", "torch": "oracles"}
-
 
 class Competitor:
     """Starts a module of ``intaglio.runtimes.competitors`` with ``request`` as JSON on its command line.
@@ -25,6 +22,7 @@ class Competitor:
 
     def __init__(self, name: str, module: str, request: Mapping[str, Any]) -> None:
         self.name = name
+        self.ended_with: int | None = None  # its exit code, once it has ended by itself
         # Its warnings go to a file: a pipe that nobody reads fills up and stops it.
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         self._child = subprocess.Popen(
@@ -58,12 +56,12 @@ class Competitor:
         assert self._child.stdout is not None
         line = self._child.stdout.readline()
         if not line:
-            code = self._child.wait()
+            self.ended_with = self._child.wait()
             self._stderr.seek(0)
-            last = self._stderr.read().strip().splitlines()[-1:] or [f"it ended with {code}"]
-            hint = f"; install it with `pip install 'intaglio[{EXTRAS.get(self.name, 'bench')}]'`"
+            last = self._stderr.read().strip().splitlines()[-1:] or [f"it ended with {self.ended_with}"]
             missing = "No module named" in last[0]
-            raise RuntimeMissingError(f"{self.name} cannot be run beside ours: {last[0]}{hint if missing else ''}")
+            hint = "; install it with `pip install 'intaglio[bench]'`" if missing else ""
+            raise RuntimeMissingError(f"{self.name} cannot be run beside ours: {last[0]}{hint}")
         return line.rstrip("\n")
 
     def close(self) -> None:

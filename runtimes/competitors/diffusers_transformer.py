@@ -13,7 +13,7 @@ from typing import Any
 
 
 def main() -> int:
-    """Answers ``ready``, then the seconds of a step to every line."""
+    """Answers with the versions, then the seconds of a step to every line."""
     request = json.loads(sys.argv[1])
     # Imported by name: nothing else in this room knows torch, and its types are not installed with this package.
     torch: Any = importlib.import_module("torch")
@@ -35,7 +35,7 @@ def main() -> int:
             "img_ids": torch.zeros(1, image, 4, dtype=torch.int64),
             "txt_ids": torch.zeros(1, text, 4, dtype=torch.int64),
         }
-        sys.stdout.write("ready\n")
+        sys.stdout.write(f"diffusers {diffusers.__version__}, torch {torch.__version__}\n")
         sys.stdout.flush()
         for _ in sys.stdin:
             started = time.perf_counter()

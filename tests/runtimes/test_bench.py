@@ -10,7 +10,7 @@ import pytest
 import intaglio
 from intaglio.engines.engine import open_engine
 from intaglio.errors import InputError, RuntimeMissingError
-from intaglio.runtimes import bench_picture
+from intaglio.runtimes import bench_against
 from intaglio.runtimes.bench_picture import _operations
 
 
@@ -48,13 +48,12 @@ def test_operations_of_klein_at_512_pixels() -> None:
 def test_what_has_no_meaning_is_refused(klein: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for options, message in (
         ({"prompt_tokens": 3}, "prompt tokens has no meaning"),
-        ({"against": "nobody"}, "there is diffusers"),
         ({"height": 40}, "multiple of 16"),
         ({"repeats": 0}, "repeats is 0"),
     ):
         with pytest.raises(InputError, match=message):
             intaglio.bench(klein, **options)
-    monkeypatch.setitem(bench_picture.COMPETITORS, "diffusers", "intaglio.no.such.module")
+    monkeypatch.setitem(bench_against.COMPETITORS["text-to-image"], "diffusers", "intaglio.no.such.module")
     with pytest.raises(RuntimeMissingError, match=r"diffusers cannot be run beside ours: .*No module named"):
         intaglio.bench(klein, height=32, width=32, repeats=1, against="diffusers")
     assert open_engine(klein).bundle.kind == "text-to-image"
