@@ -13,15 +13,13 @@ from typer.testing import CliRunner
 
 import intaglio
 from intaglio.errors import EngineError, InputError, RuntimeMissingError
+from intaglio.kernels.cpu.library import INSTRUCTION_SETS, instruction_set, instruction_sets
 from intaglio.kernels.grouped_quant import GroupedQuantFormat, dequantize
 from intaglio.runtimes import bench_graphs, bench_kernels
 from intaglio.runtimes.bench_ceilings import (
-    INSTRUCTION_SETS,
     OPERATIONS_PER_CYCLE,
     Ceilings,
-    chosen_instruction_set,
     forced_instruction_set,
-    instruction_sets,
     read_bandwidth_of,
     share_of_ports,
 )
@@ -56,7 +54,7 @@ def test_a_result_is_an_object_of_machine_ceilings_and_rows(result: dict[str, An
         speed = result["ceilings"][f"{name}_gops"]
         assert (speed is None) == (f"{name}_valid" not in result["ceilings"])
         assert speed is None or speed > 0
-    best = chosen_instruction_set()
+    best = instruction_set()
     sets = [best, *(["avx512_vnni"] if best == "amx" else [])]
     for product in PRODUCTS:
         rows = [
@@ -170,13 +168,13 @@ def test_loops_are_there_for_what_the_machine_has() -> None:
 def test_instruction_sets_are_forced_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("INTAGLIO_CPU_ISA", raising=False)
     with forced_instruction_set("portable"):
-        assert chosen_instruction_set() == "portable"
+        assert instruction_set() == "portable"
     assert "INTAGLIO_CPU_ISA" not in os.environ
     monkeypatch.setenv("INTAGLIO_CPU_ISA", "abacus")
     with forced_instruction_set("portable"):
         pass
     with pytest.raises(EngineError, match="INTAGLIO_CPU_ISA is 'abacus', expected one of portable"):
-        chosen_instruction_set()
+        instruction_set()
 
 
 @pytest.mark.parametrize("product", PRODUCTS[:3])
