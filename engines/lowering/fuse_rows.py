@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from intaglio.engines.lowering.fuse_adaptive_norm import FuseAdaptiveNormPass
 from intaglio.engines.lowering.fuse_gated_add import FuseGatedAddPass
@@ -31,6 +32,8 @@ _PASSES = (
 
 
 def fuse_rows(model: ir.Model) -> None:
-    """Joins nodes in place. A value that is an output of the graph, or that other nodes read, stays."""
+    """Joins nodes in place. A value that is an output of the graph, or that other nodes read, stays; what nothing reads
+    goes."""
     for fuse in _PASSES:
         fuse()(model)
+    RemoveUnusedNodesPass()(model)
