@@ -5,8 +5,7 @@ Shape suffixes: B batch, K key heads, C capacity, E numbers of a head.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
