@@ -5,7 +5,7 @@ Shape suffixes: B batch, H heads, S tokens, E numbers of a head.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import onnx_ir as ir
@@ -100,7 +100,6 @@ def _fuse(graph: ir.Graph, node: ir.Node, is_fast: bool) -> None:
     if is_fast:
         attributes["fast"] = 1
     presents = [output for output in node.outputs[1:3] if _is_used(output)]
-    old = [node]
     if past_key is None and not presents:
         key, value, past_key, past_value, presents = _split_cache(node, key, value)
     cos = sin = None
@@ -125,9 +124,10 @@ def _fuse(graph: ir.Graph, node: ir.Node, is_fast: bool) -> None:
         OP_TYPE, [*inputs, mask, past_key, past_value, cos, sin], attributes, domain=DOMAIN, num_outputs=len(outputs)
     )
     graph.insert_before(node, fused)
+    around = [*_above(node), *_below(node)]
     for new, replaced in zip(fused.outputs, outputs, strict=True):
         _take_over(new, replaced)
-    _remove_unused(graph, [*_above(old), *(use for use in _below(node))])
+    _remove_unused(graph, around)
 
 
 def _split_cache(
@@ -256,10 +256,10 @@ def _take_over(new: ir.Value, replaced: ir.Value) -> None:
     replaced.replace_all_uses_with(new, replace_graph_outputs=True)
 
 
-def _above(nodes: Sequence[ir.Node]) -> Iterable[ir.Node]:
-    """``nodes`` and those that only move what they read."""
+def _above(attention: ir.Node) -> Iterable[ir.Node]:
+    """``attention`` and the nodes above it that only move what they read."""
     moving = {"Reshape", "Transpose", "Concat", "RotaryEmbedding"}
-    waiting, seen = list(nodes), set()
+    waiting, seen = [attention], set()
     while waiting:
         node = waiting.pop()
         if node in seen:
@@ -271,6 +271,7 @@ def _above(nodes: Sequence[ir.Node]) -> Iterable[ir.Node]:
 
 
 def _below(node: ir.Node) -> Iterable[ir.Node]:
+    """The nodes below it that only move what they read."""
     for user, _ in node.outputs[0].uses():
         if user.op_type in ("Transpose", "Reshape"):
             yield from _below(user)

@@ -35,8 +35,8 @@ INTAGLIO_INLINE void add_fused(Lanes& sum, const Lanes& a, const Lanes& b) {
 #endif
 }
 
-// e^x by x = n ln 2 + r and a polynomial of degree 6 in r, at most 2 units in the last place off. 0 below 2^-126, NaN
-// stays NaN.
+// e^x for x <= 0 by x = n ln 2 + r and a polynomial of degree 6 in r, at most 2 units in the last place off. What is
+// not a normal number may become 0, NaN stays NaN.
 constexpr float kLog2E = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
 constexpr float kExp2 = 0.49999994f, kExp3 = 0.16666521f, kExp4 = 0.041668389f, kExp5 = 8.3687166e-3f,
                 kExp6 = 1.38145988e-3f;
@@ -68,6 +68,8 @@ INTAGLIO_INLINE Lanes fused(const Lanes& a, const Lanes& b, float c) {
 
 INTAGLIO_INLINE void exponential(Lanes& x) {
 #if defined(__AVX512F__)
+    // The result is 0 from here on, and r is no remainder where n is far beyond what float32 counts.
+    x.v = _mm512_max_ps(_mm512_set1_ps(-104.0f), x.v);
     const Lanes n{_mm512_roundscale_ps(_mm512_mul_ps(x.v, _mm512_set1_ps(kLog2E)), _MM_FROUND_TO_NEAREST_INT)};
 #else
     // Adding 1.5 * 2^23 rounds to an integer, which then stands in the lowest bits.
