@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from intaglio.kernels.cpu.library import library_path
 from intaglio.kernels.grouped_quant import DOMAIN
@@ -90,7 +90,7 @@ def load(nodes: list[ir.Node], inputs: list[ir.Value], weights: list[ir.Value], 
 
 
 def session_of(case: Case, feeds: dict[str, np.ndarray], fast: bool, threads: int = 2, **attributes: Any) -> Any:
-    """A statistics op where the case has a norm, and the convolution; all but x, row_mask and residual are constants."""
+    """The convolution, after a statistics op where the case has a norm; weights and biases are constants."""
     values: dict[str, ir.Value] = {}
     for name in feeds:
         values[name] = value(name)
@@ -98,7 +98,9 @@ def session_of(case: Case, feeds: dict[str, np.ndarray], fast: bool, threads: in
             values[name].const_value = ir.tensor(feeds[name], name=name)
     nodes = []
     if case.groups:
-        nodes.append(ir.node("GroupStatistics", [values["x"]], {"num_groups": case.groups}, domain=DOMAIN, num_outputs=2))
+        nodes.append(
+            ir.node("GroupStatistics", [values["x"]], {"num_groups": case.groups}, domain=DOMAIN, num_outputs=2)
+        )
         values["mean"], values["variance"] = nodes[0].outputs
     pads = dict(zip(("pad_top", "pad_left", "pad_bottom", "pad_right"), case.pads, strict=True))
     told = {**pads, "upsample": case.upsample, "epsilon": EPSILON, "fast": int(fast), **attributes}
@@ -117,13 +119,13 @@ def expected_of(case: Case, feeds: dict[str, np.ndarray]) -> np.ndarray:
     t = {name: torch.from_numpy(array).double() for name, array in feeds.items()}
     a = t["x"]
     if case.groups:
-        a = F.silu(F.group_norm(a, case.groups, t["norm_weight"], t["norm_bias"], EPSILON))
+        a = functional.silu(functional.group_norm(a, case.groups, t["norm_weight"], t["norm_bias"], EPSILON))
     if "row_mask" in t:
         a = a * t["row_mask"][:, None]
     if case.upsample == 2:
-        a = F.interpolate(a, scale_factor=2.0, mode="nearest")
+        a = functional.interpolate(a, scale_factor=2.0, mode="nearest")
     top, left, bottom, right = case.pads
-    y = F.conv2d(F.pad(a, (left, right, top, bottom)), t["weight"], t.get("bias"))
+    y = functional.conv2d(functional.pad(a, (left, right, top, bottom)), t["weight"], t.get("bias"))
     return (y + t["residual"] if "residual" in t else y).numpy()
 
 
@@ -243,9 +245,7 @@ def test_inputs_that_do_not_fit_are_named() -> None:
             run(session, {**feeds, **other})
         return str(caught.value)
 
-    assert "residual has shape [2, 72, 35, 1], expected [2, 72, 35, 81]" in message(
-        residual=feeds["residual"][..., :1]
-    )
+    assert "residual has shape [2, 72, 35, 1], expected [2, 72, 35, 81]" in message(residual=feeds["residual"][..., :1])
     assert "row_mask has shape [34], expected [35]" in message(row_mask=feeds["row_mask"][1:])
     with pytest.raises(Exception, match="upsample is 3, expected 1 or 2"):
         session_of(case, feeds, True, upsample=3)
@@ -277,9 +277,7 @@ def statistics(x: np.ndarray, groups: int, threads: int = 2) -> tuple[np.ndarray
     ("shape", "mean", "deviation"),
     [((2, 6, 5, 7), 0.5, 2), ((1, 6, 300, 301), 3, 2), ((1, 6, 64, 64), 1000, 0.5), ((3, 6, 1), 0, 1), ((1, 3), -2, 1)],
 )
-def test_statistics_match_float64(
-    shape: tuple[int, ...], mean: float, deviation: float, instruction_set: str
-) -> None:
+def test_statistics_match_float64(shape: tuple[int, ...], mean: float, deviation: float, instruction_set: str) -> None:
     x = np.random.default_rng(6).normal(mean, deviation, size=shape).astype(np.float32)
     found = statistics(x, 3)
     groups = x.astype(np.float64).reshape(shape[0], 3, -1)
