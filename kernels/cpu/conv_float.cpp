@@ -242,44 +242,47 @@ void fill_row(const DirectConv& conv, std::size_t batch, std::size_t band, std::
     }
 }
 
-void convolve_row(const DirectConv& conv, std::size_t batch, std::size_t row, std::size_t block, std::size_t block_end,
-                  const float* weight, const float* image) noexcept {
+// Row `row` of the grid from `column` on, in block `block` of O.
+INTAGLIO_INLINE void convolve_pixels(const DirectConv& conv, std::size_t batch, std::size_t row, std::size_t column,
+                                     std::size_t block, const std::size_t* offsets, const float* weight,
+                                     const float* image) {
     alignas(64) float sums[2][kOutputBlock * kPixelBlock], interleaved[2 * kPixelBlock];
-    const std::size_t phases = conv.phases(), taps = conv.taps(), tap_columns = conv.tap_columns();
-    std::size_t offsets[kMaxConvTaps];
-    for (std::size_t tap = 0; tap < taps; ++tap)
-        offsets[tap] = tap / tap_columns * conv.row_stride() + tap % tap_columns;
-    image += row % conv.band_rows * conv.row_stride();
-    for (std::size_t column = 0; column < conv.grid_columns; column += kPixelBlock) {
-        const std::size_t count = smaller(kPixelBlock, conv.grid_columns - column);
-        for (std::size_t b = block; b < block_end; ++b)
-            for (std::size_t phase_row = 0; phase_row < phases; ++phase_row) {
-                const std::ptrdiff_t y_row = (conv.first_row + static_cast<std::ptrdiff_t>(row)) *
-                                                 static_cast<std::ptrdiff_t>(phases) +
-                                             static_cast<std::ptrdiff_t>(phase_row) + conv.pad_top;
-                if (y_row < 0 || y_row >= static_cast<std::ptrdiff_t>(conv.y_height)) continue;
-                const std::ptrdiff_t y_column = (conv.first_column + static_cast<std::ptrdiff_t>(column)) *
-                                                    static_cast<std::ptrdiff_t>(phases) +
-                                                conv.pad_left;
-                const float* w = weight + b * conv.block_size() +
-                                 phase_row * phases * conv.C * taps * kOutputBlock;
-                for (std::size_t phase = 0; phase < phases; ++phase, w += conv.C * taps * kOutputBlock)
-                    multiply_block(w, image + column, conv.image_columns, conv.C, offsets, taps, count, sums[phase]);
-                const std::size_t channels = smaller(kOutputBlock, conv.O - b * kOutputBlock);
-                for (std::size_t i = 0; i < channels; ++i) {
-                    const float* values = sums[0] + i * kPixelBlock;
-                    if (phases == 2) {
-                        for (std::size_t j = 0; j < count; ++j) {
-                            interleaved[2 * j] = values[j];
-                            interleaved[2 * j + 1] = sums[1][i * kPixelBlock + j];
-                        }
-                        values = interleaved;
-                    }
-                    store_row(conv, batch, b * kOutputBlock + i, static_cast<std::size_t>(y_row), y_column,
-                              phases * count, values);
+    const std::size_t phases = conv.phases(), taps = conv.taps();
+    const std::size_t count = smaller(kPixelBlock, conv.grid_columns - column);
+    const auto step = static_cast<std::ptrdiff_t>(phases);
+    const std::ptrdiff_t y_column = (conv.first_column + static_cast<std::ptrdiff_t>(column)) * step + conv.pad_left;
+    image += row % conv.band_rows * conv.row_stride() + column;
+    weight += block * conv.block_size();
+    for (std::size_t phase_row = 0; phase_row < phases; ++phase_row) {
+        const std::ptrdiff_t y_row = (conv.first_row + static_cast<std::ptrdiff_t>(row)) * step +
+                                     static_cast<std::ptrdiff_t>(phase_row) + conv.pad_top;
+        for (std::size_t phase = 0; phase < phases; ++phase, weight += conv.C * taps * kOutputBlock)
+            multiply_block(weight, image, conv.image_columns, conv.C, offsets, taps, count, sums[phase]);
+        if (y_row < 0 || y_row >= static_cast<std::ptrdiff_t>(conv.y_height)) continue;
+        for (std::size_t i = 0; i < smaller(kOutputBlock, conv.O - block * kOutputBlock); ++i) {
+            const float* values = sums[0] + i * kPixelBlock;
+            if (phases == 2) {
+                for (std::size_t j = 0; j < count; ++j) {
+                    interleaved[2 * j] = values[j];
+                    interleaved[2 * j + 1] = sums[1][i * kPixelBlock + j];
                 }
+                values = interleaved;
             }
+            store_row(conv, batch, block * kOutputBlock + i, static_cast<std::size_t>(y_row), y_column, phases * count,
+                      values);
+        }
     }
+}
+
+void convolve_rows(const DirectConv& conv, const DirectRows& rows, const float* weight, const float* image) noexcept {
+    const std::size_t tap_columns = conv.tap_columns();
+    std::size_t offsets[kMaxConvTaps];
+    for (std::size_t tap = 0; tap < conv.taps(); ++tap)
+        offsets[tap] = tap / tap_columns * conv.row_stride() + tap % tap_columns;
+    for (std::size_t column = 0; column < conv.grid_columns; column += kPixelBlock)
+        for (std::size_t block = rows.block; block < rows.block_end; ++block)
+            for (std::size_t row = rows.row; row < rows.row_end; ++row)
+                convolve_pixels(conv, rows.batch, row, column, block, offsets, weight, image);
 }
 
 // As many numbers as a row of tiles that are transformed at once has.
@@ -438,7 +441,7 @@ void transform_sums(const WinogradConv& conv, std::size_t batch, std::size_t ban
 
 extern const FloatConvKernels INTAGLIO_FOR_ISA(float_conv_kernels);
 const FloatConvKernels INTAGLIO_FOR_ISA(float_conv_kernels) = {
-    &pack_direct,      &fill_row,      &convolve_row,   &transform_weight,
+    &pack_direct,      &fill_row,      &convolve_rows,  &transform_weight,
     &transform_pixels, &multiply_term, &transform_sums,
 };
 

@@ -26,6 +26,10 @@ struct DirectConv : Conv {
     std::size_t block_size() const { return phases() * phases() * C * taps() * kOutputBlock; }
 };
 
+struct DirectRows {
+    std::size_t batch, row, row_end, block, block_end;
+};
+
 // Tiles are 4 x 4 pixels of y. They are counted along rows of tiles, whose last ones are beyond y where that
 // makes a row a multiple of kTileLanes, and lie in blocks of kPixelBlock. Terms are numbered from 0 to 35.
 // Weights lie as [term][block of O][C][8], pixels as [term][block of tiles][C][48], sums as
@@ -45,14 +49,14 @@ struct WinogradConv : Conv {
     std::size_t sum_term() const { return blocks() * sum_block(); }
 };
 
-// What the kernels of one instruction set are. The blocks of O of `o` are multiplied in that order.
+// The kernels of one instruction set.
 struct FloatConvKernels {
     void (*pack_direct)(const DirectConv& conv, std::size_t block, float* weight) noexcept;
     void (*fill_row)(const DirectConv& conv, std::size_t batch, std::size_t band, std::size_t row,
                      float* image) noexcept;
-    // Row `row` of the grid, outputs of blocks [block, block_end).
-    void (*convolve_row)(const DirectConv& conv, std::size_t batch, std::size_t row, std::size_t block,
-                         std::size_t block_end, const float* weight, const float* image) noexcept;
+    // Outputs of rows [row, row_end) of the grid, all of one band, in blocks [block, block_end).
+    void (*convolve_rows)(const DirectConv& conv, const DirectRows& rows, const float* weight,
+                          const float* image) noexcept;
 
     void (*transform_weight)(const WinogradConv& conv, std::size_t block, float* weight) noexcept;
     // One channel of row `row` of the band's tiles.

@@ -61,7 +61,7 @@ class DirectConvWork : public ParallelWork {
     }
     std::size_t parts(std::size_t phase) const override {
         if (phase == 0) return conv_.output_blocks;
-        return phase % 2 == 1 ? conv_.image_rows() : rows_in((phase - 1) / 2 % bands_) * groups_;
+        return phase % 2 == 1 ? conv_.image_rows() : ceil_div(rows_in((phase - 1) / 2 % bands_), kRows) * groups_;
     }
     void compute(std::size_t phase, std::size_t part, std::byte* scratch) const noexcept override {
         auto* weight = reinterpret_cast<float*>(scratch);
@@ -69,12 +69,17 @@ class DirectConvWork : public ParallelWork {
         if (phase == 0) return kernels_.pack_direct(conv_, part, weight);
         const std::size_t batch = (phase - 1) / 2 / bands_, band = (phase - 1) / 2 % bands_;
         if (phase % 2 == 1) return kernels_.fill_row(conv_, batch, band, part, image);
-        const std::size_t block = part % groups_ * kOutputGroup;
-        kernels_.convolve_row(conv_, batch, band * conv_.band_rows + part / groups_, block,
-                              std::min(block + kOutputGroup, conv_.output_blocks), weight, image);
+        const std::size_t block = part % groups_ * kOutputGroup, row = part / groups_ * kRows;
+        const std::size_t first = band * conv_.band_rows;
+        const DirectRows rows{batch, first + row, first + std::min(row + kRows, rows_in(band)), block,
+                              std::min(block + kOutputGroup, conv_.output_blocks)};
+        kernels_.convolve_rows(conv_, rows, weight, image);
     }
 
    private:
+    // In a part: they share the weights that are near.
+    static constexpr std::size_t kRows = 4;
+
     std::size_t rows_in(std::size_t band) const {
         return std::min(conv_.band_rows, conv_.grid_rows - band * conv_.band_rows);
     }

@@ -31,6 +31,8 @@ FusedConvKernel::FusedConvKernel(const Attributes& attributes)
       epsilon_(attributes.real("epsilon", 1e-5f)),
       is_fast_(attributes.integer("fast", 0) != 0),
       state_(std::make_unique<State>()) {
+    if (!attributes.is_constant(kWeight))
+        mismatch("the weight is not a constant of the graph; leave such a Conv as it is");
     if (upsample_ != 1 && upsample_ != 2) mismatch("upsample is " + text(upsample_) + ", expected 1 or 2");
 }
 
@@ -98,18 +100,13 @@ Conv FusedConvKernel::checked(const OpContext& context, Tensor* inputs) const {
 
 const ConvKernel& FusedConvKernel::prepared(OpContext& context, const Conv& conv) const {
     const std::lock_guard<std::mutex> lock(state_->mutex);
-    if (state_->kernel) {
-        if (state_->from != conv.weight)
-            mismatch("the weight is not a constant of the graph; leave such a Conv as it is");
-        return *state_->kernel;
-    }
+    if (state_->kernel) return *state_->kernel;
     auto kernel = make_conv_kernel(conv, instruction_set_, is_fast_);
     if (!kernel)
         mismatch("a kernel of " + text(static_cast<std::int64_t>(conv.kernel_height)) + " x " +
                  text(static_cast<std::int64_t>(conv.kernel_width)) + " taps is more than " +
                  text(static_cast<std::int64_t>(kMaxConvTaps)) + "; leave such a Conv as it is");
     if (const auto packing = kernel->packing(conv.weight)) context.run(*packing);
-    state_->from = conv.weight;
     state_->kernel = std::move(kernel);
     return *state_->kernel;
 }

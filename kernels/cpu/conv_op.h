@@ -25,7 +25,6 @@ class FusedConvKernel {
    private:
     struct State {
         std::mutex mutex;
-        const float* from = nullptr;
         std::unique_ptr<ConvKernel> kernel;
     };
     Conv checked(const OpContext& context, Tensor* inputs) const;

@@ -117,6 +117,13 @@ float Attributes::real(const char* name, float missing) const {
     return missing;
 }
 
+bool Attributes::is_constant(std::size_t input) const {
+    int constant = 0;
+    const ort::Value* value = nullptr;
+    check(api_.info_constant_input(info_, input, &constant, &value));
+    return constant != 0;
+}
+
 std::size_t OpContext::input_count() const {
     std::size_t count = 0;
     check(api_.input_count(context_, &count));

@@ -55,6 +55,8 @@ class Attributes {
     std::int64_t integer(const char* name) const;
     std::int64_t integer(const char* name, std::int64_t missing) const;
     float real(const char* name, float missing) const;
+    // Whether an input is a constant of the graph: the same values in every run, at the same address.
+    bool is_constant(std::size_t input) const;
 
    private:
     const ort::Api& api_;

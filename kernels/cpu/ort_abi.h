@@ -67,6 +67,7 @@ enum class Slot : std::size_t {
     kReleaseStatus = 93,
     kReleaseTensorInfo = 99,
     kReleaseCustomOpDomain = 101,
+    kKernelInfoGetConstantInput = 249,
     kShapeGetInputCount = 267,
     kShapeGetInput = 268,
     kShapeSetOutput = 270,
@@ -106,6 +107,11 @@ class Api {
 
     Status* info_float(const KernelInfo* info, const char* name, float* out) const {
         return call<Status*>(Slot::kKernelInfoGetFloat, info, name, out);
+    }
+
+    // Not null if the input is a constant of the graph, which keeps the ownership of it.
+    Status* info_constant_input(const KernelInfo* info, std::size_t index, int* is_constant, const Value** out) const {
+        return call<Status*>(Slot::kKernelInfoGetConstantInput, info, index, is_constant, out);
     }
 
     Status* input_count(const KernelContext* context, std::size_t* out) const {
