@@ -438,7 +438,7 @@ def _attention_rows(
     return [row]
 
 
-def _attention_distances(runners: Mapping[str, Runner], tensors: Mapping[str, np.ndarray]) -> dict[str, float]:
+def _attention_distances(runners: Mapping[str, Runner], tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Relative L2 distances of the first head from float64."""
     query, key, value = (tensors[name][0, 0].astype(np.float64) for name in ("query", "key", "value"))
     scores = query @ key.T / math.sqrt(query.shape[-1])
@@ -447,7 +447,7 @@ def _attention_distances(runners: Mapping[str, Runner], tensors: Mapping[str, np
     found = {}
     for name, runner in runners.items():
         distance = np.linalg.norm(runner.run()[0, 0] - expected) / np.linalg.norm(expected)
-        found[name] = _round(distance)
+        found[name] = _round(float(distance))
     return found
 
 
