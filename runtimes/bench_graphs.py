@@ -257,16 +257,16 @@ def matmulinteger(x: np.ndarray, matrix: Weight, *, threads: int) -> Runner:
     return _runner(x, [quantize, product, cast, factor, scaled], weights, scaled.outputs, given, threads)
 
 
-def attention(operator: str, tensors: Mapping[str, np.ndarray], *, threads: int) -> Runner:
+def attention(operator: str, tensors: Mapping[str, np.ndarray], *, fast: bool = False, threads: int) -> Runner:
     """Attention over ``query``, ``key`` and ``value`` ``[batch, heads, tokens, head_dim]`` float32.
 
-    ``operator`` is ``Attention``, onnxruntime's of the ONNX standard, or ``FusedAttention``, ours.
+    ``operator`` is ``Attention``, onnxruntime's of the ONNX standard, or ``FusedAttention``, ours, also ``fast``.
     """
     inputs = [_input(name, value) for name, value in tensors.items()]
     heads = tensors["query"].shape[1]
     attributes: dict[str, Any] = {}
     if operator == "FusedAttention":
-        attributes = {"q_num_heads": heads, "kv_num_heads": heads}
+        attributes = {"q_num_heads": heads, "kv_num_heads": heads, "fast": int(fast)}
         attributes |= {f"{name}_heads_first": 1 for name in ("query", "key", "value", "output")}
     node = ir.node(operator, inputs, attributes=attributes, domain="" if operator == "Attention" else DOMAIN)
     output = node.outputs[0]

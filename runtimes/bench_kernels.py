@@ -34,7 +34,7 @@ from intaglio.runtimes.bench_ceilings import (
 )
 from intaglio.runtimes.bench_graphs import Runner, Weight, random_weight
 from intaglio.runtimes.competitors.child import Competitor
-from intaglio.runtimes.machine import describe_machine, processor_features
+from intaglio.runtimes.machine import describe_machine, load_average, processor_features
 
 # Turns of each runner; --quick shows that everything runs, and roughly how fast.
 ALTERNATIONS, QUICK_ALTERNATIONS = 20, 3
@@ -45,6 +45,7 @@ _CHECKED_ROWS, _CHECKED_COLUMNS = 32, 1024
 # Of a thousand activations one, this many standard deviations large.
 _OUTLIER, _OUTLIER_SHARE = 50.0, 1e-3
 _NBITS, _INTEGER = "onnxruntime_matmulnbits", "onnxruntime_matmulinteger"
+_TORCH, _ORT_ATTENTION = "torch_sdpa", "onnxruntime_attention"
 _READ = "read"
 
 
@@ -104,6 +105,7 @@ def bench_kernels(
     Raises EngineError.
     """
     count = threads or os.cpu_count() or 1
+    busy = load_average()
     turns = QUICK_ALTERNATIONS if quick else ALTERNATIONS
     done = Progress(progress, "bench", turns * (len(products) + len(attentions)), "turns")
     total, rows = Ceilings(count), list[dict[str, Any]]()
@@ -117,6 +119,7 @@ def bench_kernels(
         "instruction_sets": instruction_sets(),
         # onnxruntime says nowhere which of them it uses; it asks the processor itself.
         "processor_features": processor_features(),
+        "load_average_before": busy,
         "alternations": turns,
     }
     return {"machine": machine, "ceilings": total.describe(), "rows": rows}
@@ -391,11 +394,20 @@ def _attention_rows(
     tensors = {name: rng.standard_normal(shape, np.float32) for name in ("query", "key", "value")}
     operations = 4 * attention.heads * attention.tokens**2 * attention.head_dim
     group = _Turns(threads)
+    best_set = instruction_set()
+    variants = {
+        _name(accuracy, isa): (accuracy, isa)
+        for isa in (best_set, *(["avx512_vnni"] if best_set == "amx" else []))
+        for accuracy in ("exact", "fast")
+    }
     with ExitStack() as stack:
         runners = {}
-        for name, operator in (("ours", "FusedAttention"), ("onnxruntime_attention", "Attention")):
+        for name in (*variants, _ORT_ATTENTION):
+            accuracy, isa = variants.get(name, ("", best_set))
+            operator = "FusedAttention" if name in variants else "Attention"
             try:
-                runners[name] = bench_graphs.attention(operator, tensors, threads=threads)
+                with forced_instruction_set(isa):
+                    runners[name] = bench_graphs.attention(operator, tensors, fast=accuracy == "fast", threads=threads)
             except EngineError as error:
                 group.reasons[name] = str(error)
                 continue
@@ -405,40 +417,54 @@ def _attention_rows(
         }  # fmt: skip
         try:
             torch = stack.enter_context(Competitor("torch", "intaglio.runtimes.competitors.torch_attention", request))
-            group.add("torch_sdpa", torch.seconds)
+            group.add(_TORCH, torch.seconds)
         except RuntimeMissingError as error:
-            group.reasons["torch_sdpa"] = str(error)
+            group.reasons[_TORCH] = str(error)
         distances = _attention_distances(runners, tensors)
         group.take(turns, total, done)
-    best, median = group.speeds("ours", operations)
+    return [
+        _attention_row(attention, group, name, accuracy, isa, operations, distances)
+        for name, (accuracy, isa) in variants.items()
+    ]
+
+
+def _attention_row(
+    attention: Attention,
+    group: _Turns,
+    name: str,
+    accuracy: str,
+    isa: str,
+    operations: int,
+    distances: Mapping[str, float | None],
+) -> dict[str, Any]:
+    best, median = group.speeds(name, operations)
     row: dict[str, Any] = {
         "kernel": "attention",
         "format": "float32",
         "bits": 32,
         "shape": [attention.heads, attention.tokens, attention.head_dim],
-        "accuracy": "exact",
-        "instruction_set": instruction_set(),
+        "accuracy": accuracy,
+        "instruction_set": isa,
         "ours_gops": _round(best),
         "ours_median_gops": _round(median),
-        **({"ours_reason": group.reasons["ours"]} if "ours" in group.reasons else {}),
+        **({"ours_reason": group.reasons[name]} if name in group.reasons else {}),
         **group.ceiling(FLOAT32_LOOPS, best),
         **group.amx(AMX_LOOPS[1], best),
-        "relative_l2": distances.get("ours"),
-        "onnxruntime_attention_relative_l2": distances.get("onnxruntime_attention"),
+        "relative_l2": distances.get(name),
+        f"{_ORT_ATTENTION}_relative_l2": distances.get(_ORT_ATTENTION),
     }
-    for theirs in ("torch_sdpa", "onnxruntime_attention"):
-        row |= group.compare("ours", theirs, operations)
-        # As bounds on time are written: 0.8 is a fifth faster.
+    for theirs in (_TORCH, _ORT_ATTENTION):
+        row |= group.compare(name, theirs, operations)
+        # As bounds on time are written: 0.8 is a fifth less.
         for suffix in ("", "_median"):
-            times = row[f"times_{theirs}{suffix}"]
-            row[f"time_of_{theirs}{suffix}"] = _ratio(1, times)
-    for name in ("ours", "torch_sdpa", "onnxruntime_attention"):
-        seconds = group.seconds.get(name)
-        row[f"{name}_seconds"] = _round(min(seconds)) if seconds else None
-    return [row]
+            row[f"time_of_{theirs}{suffix}"] = _ratio(1, row[f"times_{theirs}{suffix}"])
+    for key, runner in (("ours", name), (_TORCH, _TORCH), (_ORT_ATTENTION, _ORT_ATTENTION)):
+        seconds = group.seconds.get(runner)
+        row[f"{key}_seconds"] = _round(min(seconds)) if seconds else None
+    return row
 
 
-def _attention_distances(runners: Mapping[str, Runner], tensors: Mapping[str, np.ndarray]) -> dict[str, float]:
+def _attention_distances(runners: Mapping[str, Runner], tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Relative L2 distances of the first head from float64."""
     query, key, value = (tensors[name][0, 0].astype(np.float64) for name in ("query", "key", "value"))
     scores = query @ key.T / math.sqrt(query.shape[-1])
@@ -447,7 +473,7 @@ def _attention_distances(runners: Mapping[str, Runner], tensors: Mapping[str, np
     found = {}
     for name, runner in runners.items():
         distance = np.linalg.norm(runner.run()[0, 0] - expected) / np.linalg.norm(expected)
-        found[name] = _round(distance)
+        found[name] = _round(float(distance))
     return found
 
 
@@ -466,7 +492,8 @@ _COLUMNS = {
         "of_bandwidth": "of bandwidth", f"times_{_NBITS}": "x MatMulNBits", "relative_l2": "relative L2",
     },
     "attention": {
-        "shape": "heads x tokens x head", "accuracy": "accuracy", "ours_seconds": "ours s",
+        "shape": "heads x tokens x head", "accuracy": "accuracy", "instruction_set": "ours uses up to",
+        "ours_seconds": "ours s",
         "torch_sdpa_seconds": "torch s", "onnxruntime_attention_seconds": "onnxruntime s",
         "time_of_torch_sdpa": "time of torch's", "relative_l2": "relative L2", "of_ceiling": "of ceiling",
     },

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from intaglio.engines.cpu import runs_as
 from intaglio.engines.engine import Engine
 from intaglio.engines.memory import peak_rss_bytes, reset_peak_rss
 from intaglio.errors import InputError
@@ -62,7 +63,7 @@ def bench_picture(
             else:
                 session = engine.load(stage, threads=threads)
             load_seconds = time.perf_counter() - started
-            feeds = random_feeds(engine.bundle, session.stage, engine.dims, sizes, seed=0)
+            feeds = random_feeds(engine.bundle, runs_as(engine.bundle.stages[stage]), engine.dims, sizes, seed=0)
             seconds: list[float] = []
             theirs: list[float] = []
             peak = 0

@@ -37,6 +37,11 @@ def processor_features() -> list[str]:
     return [name for name in _FEATURES if name in found]
 
 
+def load_average() -> float | None:
+    """How many threads wanted to run, on average of the last minute: what else the machine does. None on Windows."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
 def available_bytes() -> int:
     """Memory that programs can take without swapping; 0 where the system does not say. Linux only."""
     try:
