@@ -20,17 +20,25 @@ struct PanelKernel {
 };
 
 PanelKernel kernel_for(InstructionSet set) {
-    PanelKernel kernel{};
+    constexpr PanelOrder interleaved = PanelOrder::kInterleaved;
+    // These have kernels of their own for any number of rows (fast_rows.h).
+    if (set == InstructionSet::kNeon || set == InstructionSet::kNeonI8mm) return {};
+#if INTAGLIO_HAS_amx
+    if (set == InstructionSet::kAmx)
+        return {PanelOrder::kTiles, 32, 64, true, quantize_strip_avx512_vnni, multiply_panel_amx};
+#endif
 #if INTAGLIO_HAS_avx512_vnni
     if (set >= InstructionSet::kAvx512Vnni)
-        kernel = {PanelOrder::kInterleaved, 6, 16, false, quantize_strip_avx512_vnni, multiply_panel_avx512_vnni};
+        return {interleaved, 6, 16, false, quantize_strip_avx512_vnni, multiply_panel_avx512_vnni};
 #endif
-#if INTAGLIO_HAS_amx
-    if (set == InstructionSet::kAmx) kernel = {PanelOrder::kTiles, 32, 64, true, quantize_strip_avx512_vnni,
-                  multiply_panel_amx};
+#if INTAGLIO_HAS_avx_vnni
+    if (set == InstructionSet::kAvxVnni)
+        return {interleaved, 6, 16, false, quantize_strip_avx_vnni, multiply_panel_avx_vnni};
 #endif
-    (void)set;
-    return kernel;
+#if INTAGLIO_HAS_avx2
+    if (set >= InstructionSet::kAvx2) return {interleaved, 4, 16, false, quantize_strip_avx2, multiply_panel_avx2};
+#endif
+    return {interleaved, 4, 16, false, quantize_strip_portable, multiply_panel_portable};
 }
 
 class FastPanel final : public ParallelWork {

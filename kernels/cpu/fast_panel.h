@@ -74,6 +74,9 @@ void quantize_strip_avx512_vnni(const PanelPlan& plan, std::size_t strip, std::b
 struct FastBlock {
     std::size_t strip, strip_end, column;
 };
+void multiply_panel_portable(const PanelPlan& plan, const FastBlock& part, std::byte* scratch) noexcept;
+void multiply_panel_avx2(const PanelPlan& plan, const FastBlock& part, std::byte* scratch) noexcept;
+void multiply_panel_avx_vnni(const PanelPlan& plan, const FastBlock& part, std::byte* scratch) noexcept;
 void multiply_panel_avx512_vnni(const PanelPlan& plan, const FastBlock& part, std::byte* scratch) noexcept;
 void multiply_panel_amx(const PanelPlan& plan, const FastBlock& part, std::byte* scratch) noexcept;
 

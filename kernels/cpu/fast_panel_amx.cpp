@@ -25,74 +25,85 @@ struct Workspace {
     alignas(64) std::int8_t panel[kPanelBlock * kFastColumns];
     alignas(64) float scales[kPanelBlock / 16 * kFastColumns];
     alignas(64) float offsets[kPanelBlock / 16 * kFastColumns];
+    std::size_t steps[kPanelBlock / 16];   // of 64 inputs, of each segment
     alignas(64) std::int32_t dots[2][4][kTileRows * kLanes];
     alignas(64) float sums[(kFastRows + kStripRows) * kFastColumns];
 };
 
-// Dots of four tiles that are to be added to the sums while the tiles compute the next ones.
-struct Pending {
-    const std::int32_t* dots;
-    const float *x_scales, *x_sums;
-    const std::int32_t* starts;
+// The dots of one segment in four tiles, two of rows by two of columns, and where they are to be added. Storing a
+// tile waits for its dots, so the tiles of a segment are stored one by one when the next one starts to compute them,
+// and added yet one segment later.
+struct Dots {
+    std::int32_t* tiles;
+    PanelPlan::Factors factors;
     const float *scales, *offsets;
     float* sums;
 };
 
-// Four rows of a tile at a time: quarter 0 to 3 of tiles 0 to 3, which are two of rows by two of columns.
-constexpr std::size_t kQuarters = 16;
 template <bool IsAdjusted>
-INTAGLIO_INLINE void add_quarter(const Pending& pending, std::size_t quarter) {
-    const std::size_t tile = quarter / 4, column = tile % 2 * kLanes, row = tile / 2 * kTileRows + quarter % 4 * 4;
-    const std::int32_t* dots = pending.dots + quarter * 4 * kLanes;
-    const __m512 scale = _mm512_load_ps(pending.scales + column);
-    float* sums = pending.sums + row * kFastColumns + column;
+INTAGLIO_INLINE void add_tile(const Dots& from, std::size_t tile) {
+    const std::size_t column = tile % 2 * kLanes, row = tile / 2 * kTileRows;
+    const std::int32_t* dots = from.tiles + tile * kTileRows * kLanes;
+    const __m512 scale = _mm512_load_ps(from.scales + column), offset = _mm512_load_ps(from.offsets + column);
+    float* sums = from.sums + row * kFastColumns + column;
     INTAGLIO_UNROLL
-    for (std::size_t r = 0; r < 4; ++r) {
+    for (std::size_t r = 0; r < kTileRows; ++r) {
         __m512i dot = _mm512_load_si512(dots + r * kLanes);
         __m512 sum = _mm512_load_ps(sums + r * kFastColumns);
         if constexpr (IsAdjusted) {
-            dot = _mm512_add_epi32(dot, _mm512_set1_epi32(pending.starts[row + r]));
-            sum = _mm512_fmadd_ps(_mm512_load_ps(pending.offsets + column), _mm512_set1_ps(pending.x_sums[row + r]), sum);
+            dot = _mm512_add_epi32(dot, _mm512_set1_epi32(from.factors.starts[row + r]));
+            sum = _mm512_fmadd_ps(offset, _mm512_set1_ps(from.factors.sums[row + r]), sum);
         }
         const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(dot), scale);
-        _mm512_store_ps(sums + r * kFastColumns, _mm512_fmadd_ps(scaled, _mm512_set1_ps(pending.x_scales[row + r]), sum));
+        _mm512_store_ps(sums + r * kFastColumns, _mm512_fmadd_ps(scaled, _mm512_set1_ps(from.factors.scales[row + r]), sum));
     }
 }
 
-// Dots of one segment with two tiles of rows (or one) and two of columns, while the pending ones are added.
+// What the tiles hold, and what lies in memory to be added.
+struct Pipeline {
+    Dots running, stored;
+};
+
+// Starts to compute the dots of a segment with two tiles of rows (or one) and two of columns.
 template <bool IsAdjusted, bool HasTwo>
 INTAGLIO_INLINE void multiply_tiles(const std::int8_t* x, const std::int8_t* panel, std::size_t steps,
-                                    std::int32_t* dots, const Pending& pending) {
-    constexpr std::size_t quarters = HasTwo ? kQuarters : kQuarters / 2;
-    constexpr std::size_t x_step = (HasTwo ? 2 : 1) * kTileBytes;
+                                    std::int32_t* to, const Dots& stored) {
+    constexpr std::size_t x_step = (HasTwo ? 2 : 1) * kTileBytes, dots = kTileRows * kLanes;
+    _tile_loadd(6, panel, 64);
+    _tile_loadd(4, x, 64);
+    _tile_loadd(7, panel + kSliverBytes, 64);
+    if constexpr (HasTwo) _tile_loadd(5, x + kTileBytes, 64);
+    _tile_stored(0, to, 64);
     _tile_zero(0);
+    _tile_dpbssd(0, 4, 6);
+    add_tile<IsAdjusted>(stored, 0);
+    _tile_stored(1, to + dots, 64);
     _tile_zero(1);
+    _tile_dpbssd(1, 4, 7);
+    add_tile<IsAdjusted>(stored, 1);
     if constexpr (HasTwo) {
+        _tile_stored(2, to + 2 * dots, 64);
         _tile_zero(2);
+        _tile_dpbssd(2, 5, 6);
+        add_tile<IsAdjusted>(stored, 2);
+        _tile_stored(3, to + 3 * dots, 64);
         _tile_zero(3);
+        _tile_dpbssd(3, 5, 7);
+        add_tile<IsAdjusted>(stored, 3);
     }
-    std::size_t quarter = 0;
-    for (std::size_t step = 0; step < steps; ++step) {
+    for (std::size_t step = 1; step < steps; ++step) {
+        panel += kTileBytes;
+        x += x_step;
         _tile_loadd(6, panel, 64);
         _tile_loadd(4, x, 64);
         _tile_loadd(7, panel + kSliverBytes, 64);
+        if constexpr (HasTwo) _tile_loadd(5, x + kTileBytes, 64);
         _tile_dpbssd(0, 4, 6);
         _tile_dpbssd(1, 4, 7);
         if constexpr (HasTwo) {
-            _tile_loadd(5, x + kTileBytes, 64);
             _tile_dpbssd(2, 5, 6);
             _tile_dpbssd(3, 5, 7);
         }
-        for (const std::size_t end = quarters * (step + 1) / steps; quarter < end; ++quarter)
-            add_quarter<IsAdjusted>(pending, quarter);
-        panel += kTileBytes;
-        x += x_step;
-    }
-    _tile_stored(0, dots, 64);
-    _tile_stored(1, dots + kTileRows * kLanes, 64);
-    if constexpr (HasTwo) {
-        _tile_stored(2, dots + 2 * kTileRows * kLanes, 64);
-        _tile_stored(3, dots + 3 * kTileRows * kLanes, 64);
     }
 }
 
@@ -102,34 +113,58 @@ struct Strip {
     float* sums;
 };
 
-// One strip times the panel. What is pending at the start is of a strip with as many rows.
+// One strip times the panel.
 template <bool IsAdjusted, bool HasTwo>
-void multiply_strip(const PanelPlan& plan, const PanelPlan::Block& b, Workspace& space, const Strip& strip,
-                    Pending& pending) {
+void multiply_strip(const Workspace& space, std::size_t segments, const Strip strip, Pipeline& pipeline) {
     constexpr std::size_t rows = HasTwo ? kStripRows : kTileRows;
-    for (std::size_t sliver = 0; sliver < kSlivers; sliver += 2) {
-        const std::int8_t *x = strip.x, *panel = space.panel + sliver * kSliverBytes;
-        for (std::size_t i = 0; i < b.segments; ++i) {
-            const std::size_t length = plan.segment(b.segment + i).length;
-            std::int32_t* dots = pending.dots == space.dots[0][0] ? space.dots[1][0] : space.dots[0][0];
-            multiply_tiles<IsAdjusted, HasTwo>(x, panel, length / 64, dots, pending);
-            pending = {dots,
-                       strip.factors.scales + i * rows,
-                       strip.factors.sums + i * rows,
-                       strip.factors.starts + i * rows,
-                       space.scales + i * kFastColumns + sliver * kLanes,
-                       space.offsets + i * kFastColumns + sliver * kLanes,
-                       strip.sums + sliver * kLanes};
-            x += length * rows;
-            panel += length * kLanes;
+    Dots running = pipeline.running, stored = pipeline.stored;
+    const std::int8_t* panel = space.panel;
+    for (std::size_t sliver = 0; sliver < kSlivers; sliver += 2, panel += 2 * kSliverBytes) {
+        const std::int8_t *x = strip.x, *w = panel;
+        Dots next{nullptr, strip.factors, space.scales + sliver * kLanes, space.offsets + sliver * kLanes,
+                  strip.sums + sliver * kLanes};
+        for (std::size_t i = 0; i < segments; ++i) {
+            const std::size_t steps = space.steps[i];
+            multiply_tiles<IsAdjusted, HasTwo>(x, w, steps, running.tiles, stored);
+            x += steps * rows * 64;
+            w += steps * kTileBytes;
+            next.tiles = stored.tiles;
+            stored = running;
+            running = next;
+            next.factors.scales += rows;
+            next.factors.starts += rows;
+            next.factors.sums += rows;
+            next.scales += kFastColumns;
+            next.offsets += kFastColumns;
         }
     }
+    pipeline = {running, stored};
 }
 
-template <bool IsAdjusted, bool HasTwo>
-void add_pending(Pending& pending) {
-    for (std::size_t quarter = 0; quarter < (HasTwo ? kQuarters : kQuarters / 2); ++quarter)
-        add_quarter<IsAdjusted>(pending, quarter);
+// Strips of one height: nothing runs before, and all is added after.
+template <bool IsAdjusted, bool HasTwo, typename StripAt>
+INTAGLIO_INLINE void multiply_strips(Workspace& space, std::size_t segments, std::size_t first, std::size_t end,
+                                     const StripAt& strip_at) {
+    if (first == end) return;
+    std::memset(space.dots, 0, sizeof space.dots);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    const PanelPlan::Factors factors = strip_at(first).factors;
+    float* nowhere = space.sums + kFastRows * kFastColumns;
+    Pipeline pipeline{{space.dots[0][0], factors, space.scales, space.offsets, nowhere},
+                      {space.dots[1][0], factors, space.scales, space.offsets, nowhere}};
+    for (std::size_t i = first; i < end; ++i)
+        multiply_strip<IsAdjusted, HasTwo>(space, segments, strip_at(i), pipeline);
+    constexpr std::size_t tiles = HasTwo ? 4 : 2;
+    for (std::size_t tile = 0; tile < tiles; ++tile) add_tile<IsAdjusted>(pipeline.stored, tile);
+    std::int32_t* to = pipeline.running.tiles;
+    _tile_stored(0, to, 64);
+    _tile_stored(1, to + kTileRows * kLanes, 64);
+    _tile_stored(2, to + 2 * kTileRows * kLanes, 64);
+    _tile_stored(3, to + 3 * kTileRows * kLanes, 64);
+    for (std::size_t tile = 0; tile < tiles; ++tile) add_tile<IsAdjusted>(pipeline.running, tile);
 }
 
 template <int Bits>
@@ -156,30 +191,18 @@ void multiply_panel(const PanelPlan& plan, const FastBlock& part, std::byte* scr
     // Where groups do not fill their tiles, inputs of the panel meet zeros.
     std::memset(space.panel, 0, sizeof space.panel);
     const std::size_t twos = rows / kStripRows;
-    const auto strip_at = [&](const PanelPlan::Block& b, std::size_t i) {
-        return Strip{plan.x_of(scratch, b, part.strip + i), plan.factors_of(scratch, b, part.strip + i),
-                     space.sums + i * kStripRows * kFastColumns};
-    };
     for (std::size_t index = 0; index < plan.blocks; ++index) {
         const PanelPlan::Block b = plan.block(index);
+        for (std::size_t i = 0; i < b.segments; ++i) space.steps[i] = plan.segment(b.segment + i).length / 64;
         decode_panel<Bits>(plan, b, part.column, space);
         decode_scales(plan, b, p.scales, part.column, space.scales);
         if (IsAdjusted) decode_offsets(plan, b, part.column, space.offsets);
-        // Nothing is pending yet: zeros are added to sums of no use.
-        std::memset(space.dots, 0, sizeof space.dots);
-        Strip strip = strip_at(b, 0);
-        Pending pending{space.dots[1][0], strip.factors.scales, strip.factors.sums, strip.factors.starts, space.scales, space.offsets,
-                        space.sums + kFastRows * kFastColumns};
-        for (std::size_t i = 0; i < twos; ++i)
-            multiply_strip<IsAdjusted, true>(plan, b, space, strip_at(b, i), pending);
-        if (twos > 0) add_pending<IsAdjusted, true>(pending);
-        if (twos * kStripRows < rows) {
-            strip = strip_at(b, twos);
-            pending.sums = space.sums + kFastRows * kFastColumns;
-            pending.x_scales = strip.factors.scales;
-            multiply_strip<IsAdjusted, false>(plan, b, space, strip, pending);
-            add_pending<IsAdjusted, false>(pending);
-        }
+        const auto strip_at = [&](std::size_t i) {
+            return Strip{plan.x_of(scratch, b, part.strip + i), plan.factors_of(scratch, b, part.strip + i),
+                         space.sums + i * kStripRows * kFastColumns};
+        };
+        multiply_strips<IsAdjusted, true>(space, b.segments, 0, twos, strip_at);
+        multiply_strips<IsAdjusted, false>(space, b.segments, twos, part.strip_end - part.strip, strip_at);
     }
     store_rows(p, space.sums, first_row, smaller(first_row + rows, p.M), part.column);
 }

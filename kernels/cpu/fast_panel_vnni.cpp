@@ -115,9 +115,9 @@ void multiply_panel(const PanelPlan& plan, const FastBlock& part, std::byte* scr
                 multiply_strip<true>(plan, b, space, row_end - row, x, sums);
             else
                 multiply_strip<false>(plan, b, space, row_end - row, x, sums);
-            if (index + 1 == plan.blocks) store_rows(p, sums, row, row_end, part.column);
         }
     }
+    store_rows(p, space.sums, first_row, first_row + rows, part.column);
 }
 
 }  // namespace
