@@ -1,7 +1,7 @@
 """``FuseConvPass``: tiny decoders and small graphs before and after, through onnxruntime.
 
-Bounds of relative L2: 2e-2 in tiles of bfloat16, 2e-5 with Winograd's transforms, 5e-6 in exact float32 (float32 sums of
-a whole decoder in any two orders differ by nearly as much).
+Bounds of relative L2: 2e-2 in tiles of bfloat16, 2e-5 with Winograd's transforms, 5e-6 in exact float32 (float32 sums
+of a whole decoder in any two orders differ by nearly as much).
 """
 
 from __future__ import annotations

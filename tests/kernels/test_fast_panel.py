@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kernel_runner import bits_of, build_model, has_chosen_instruction_set, load, random_rows, run
 
 from intaglio.kernels.grouped_quant import (
     SCALE_DTYPES,
@@ -14,7 +15,6 @@ from intaglio.kernels.grouped_quant import (
     dequantize,
     unpack_codes,
 )
-from kernel_runner import bits_of, build_model, has_chosen_instruction_set, load, random_rows, run
 
 INSTRUCTION_SETS = ("portable", "avx2", "avx_vnni", "avx512", "avx512_vnni", "amx", "neon", "neon_i8mm")
 # Strips and tiles that are full, and that are not.
@@ -51,7 +51,9 @@ def exact_product(x: np.ndarray, rows: GroupedQuantRows, quantization: GroupedQu
     dots = np.einsum("mgk,ngk->mng", integers.astype(np.float64), codes, optimize=True)
     sums = integers.sum(axis=-1).astype(np.float64) * scales
     offsets = np.broadcast_to(rows.offsets.astype(np.float64), rows.scales.shape)
-    return np.einsum("mng,mg,ng->mn", dots, scales.astype(np.float64), rows.scales.astype(np.float64)) + sums @ offsets.T
+    return (
+        np.einsum("mng,mg,ng->mn", dots, scales.astype(np.float64), rows.scales.astype(np.float64)) + sums @ offsets.T
+    )
 
 
 def relative_l2(y: np.ndarray, expected: np.ndarray) -> float:
