@@ -20,6 +20,29 @@ void check_dims(const char* name, const Tensor& tensor, const Dims& expected) {
         throw Mismatch(std::string(name) + " has shape " + text(tensor.dims) + ", expected " + text(expected));
 }
 
+// The products of constant weights of one width, but for x and y; none if a weight is not constant or does not fit,
+// which is reported when the op runs.
+std::vector<GroupedQuantMatMul> constant_products(const WeightFormat& format, const Attributes& attributes) {
+    std::vector<GroupedQuantMatMul> products;
+    const std::size_t inputs = attributes.input_count();
+    for (std::size_t at = kWeights; at + kWeightInputs <= inputs; at += kWeightInputs) {
+        const Tensor codes = attributes.constant_input(at), scales = attributes.constant_input(at + 1),
+                     offsets = attributes.constant_input(at + 2);
+        if (!codes || !scales || !offsets || codes.dims.size() != 2) return {};
+        Tensor row;
+        row.data = codes.data;
+        row.type = ort::ElementType::kFloat;
+        row.dims = {codes.dims[1] * (8 / format.bits)};
+        try {
+            products.push_back(checked_product(format, row, codes, scales, offsets));
+        } catch (const Mismatch&) {
+            return {};
+        }
+        if (products.back().K != products.front().K) return {};
+    }
+    return products;
+}
+
 }  // namespace
 
 const OpSignature FusedGroupedQuantMatMulKernel::kSignature = {"FusedGroupedQuantMatMul", kInputs, 4, kOutputs, 1};
@@ -29,7 +52,22 @@ FusedGroupedQuantMatMulKernel::FusedGroupedQuantMatMulKernel(const Attributes& a
       format_(attributes),
       epsilon_(attributes.real("epsilon", 0)),
       is_gated_(attributes.integer("gated", 0) != 0),
-      is_fast_(attributes.integer("fast", 0) != 0) {}
+      is_fast_(attributes.integer("fast", 0) != 0),
+      constant_(constant_products(format_, attributes)) {}
+
+GroupedQuantMatMul FusedGroupedQuantMatMulKernel::checked(const OpContext& context, const Tensor& x,
+                                                          std::size_t weight) const {
+    const bool fits = !constant_.empty() && x && x.type == ort::ElementType::kFloat && !x.dims.empty() &&
+                      x.dims.back() == static_cast<std::int64_t>(constant_[0].K);
+    if (!fits) {
+        const std::size_t at = kWeights + weight * kWeightInputs;
+        return checked_product(format_, x, context.input(at), context.input(at + 1), context.input(at + 2));
+    }
+    GroupedQuantMatMul product = constant_[weight];
+    product.x = x.data;
+    product.M = x.size() / product.K;
+    return product;
+}
 
 void FusedGroupedQuantMatMulKernel::compute(OpContext& context) const {
     const std::size_t inputs = context.input_count(), outputs = context.output_count();
@@ -46,9 +84,7 @@ void FusedGroupedQuantMatMulKernel::compute(OpContext& context) const {
     fused.is_gated = is_gated_;
     fused.is_fast = is_fast_;
     for (std::size_t i = 0; i < weights; ++i) {
-        const std::size_t at = kWeights + i * kWeightInputs;
-        GroupedQuantMatMul product =
-            checked_product(format_, x, context.input(at), context.input(at + 1), context.input(at + 2));
+        GroupedQuantMatMul product = checked(context, x, i);
         Dims y_dims = x.dims;
         y_dims.back() = static_cast<std::int64_t>(product.N);
         if (i < outputs) product.y = static_cast<float*>(context.output(i, y_dims).data);

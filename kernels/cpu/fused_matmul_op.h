@@ -21,10 +21,14 @@ class FusedGroupedQuantMatMulKernel {
     static std::vector<SymbolicShape> infer_shapes(const std::vector<SymbolicShape>& inputs);
 
    private:
+    GroupedQuantMatMul checked(const OpContext& context, const Tensor& x, std::size_t weight) const;
+
     InstructionSet instruction_set_;
     WeightFormat format_;
     float epsilon_;
     bool is_gated_, is_fast_;
+    // Constant weights are checked once; empty where they are not constant, or do not fit.
+    std::vector<GroupedQuantMatMul> constant_;
 };
 
 }  // namespace intaglio

@@ -136,25 +136,46 @@ std::size_t OpContext::output_count() const {
     return count;
 }
 
-Tensor OpContext::input(std::size_t index) const {
-    const ort::Value* value = nullptr;
-    check(api_.input(context_, index, &value));
+namespace {
+
+Tensor tensor_of(const ort::Api& api, const ort::Value* value) {
     Tensor tensor;
     if (!value) return tensor;
     // There is no reading twin of this call in the API version that is asked for.
-    check(api_.tensor_data(const_cast<ort::Value*>(value), &tensor.data));
+    check(api.tensor_data(const_cast<ort::Value*>(value), &tensor.data));
     ort::TensorInfo* raw = nullptr;
-    check(api_.tensor_info(value, &raw));
-    const auto info = owned(raw, [this](ort::TensorInfo* i) { api_.release_tensor_info(i); });
+    check(api.tensor_info(value, &raw));
+    const auto info = owned(raw, [&api](ort::TensorInfo* i) { api.release_tensor_info(i); });
     std::size_t rank = 0;
-    check(api_.rank(raw, &rank));
+    check(api.rank(raw, &rank));
     tensor.dims.resize(rank);
-    check(api_.dims(raw, tensor.dims.data(), rank));
-    check(api_.element_type(raw, &tensor.type));
+    check(api.dims(raw, tensor.dims.data(), rank));
+    check(api.element_type(raw, &tensor.type));
     // An empty tensor may have no memory, and is not one that was left out.
     static std::byte nothing;
     if (!tensor.data) tensor.data = &nothing;
     return tensor;
+}
+
+}  // namespace
+
+std::size_t Attributes::input_count() const {
+    std::size_t count = 0;
+    check(api_.info_input_count(info_, &count));
+    return count;
+}
+
+Tensor Attributes::constant_input(std::size_t index) const {
+    int is_constant = 0;
+    const ort::Value* value = nullptr;
+    check(api_.info_constant_input(info_, index, &is_constant, &value));
+    return is_constant ? tensor_of(api_, value) : Tensor{};
+}
+
+Tensor OpContext::input(std::size_t index) const {
+    const ort::Value* value = nullptr;
+    check(api_.input(context_, index, &value));
+    return tensor_of(api_, value);
 }
 
 Tensor OpContext::output(std::size_t index, const Dims& dims) {

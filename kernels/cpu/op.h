@@ -57,6 +57,9 @@ class Attributes {
     float real(const char* name, float missing) const;
     // Whether an input is a constant of the graph: the same values in every run, at the same address.
     bool is_constant(std::size_t input) const;
+    // Such an input, to be checked once; empty if it is none.
+    Tensor constant_input(std::size_t index) const;
+    std::size_t input_count() const;
 
    private:
     const ort::Api& api_;

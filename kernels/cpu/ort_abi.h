@@ -67,6 +67,7 @@ enum class Slot : std::size_t {
     kReleaseStatus = 93,
     kReleaseTensorInfo = 99,
     kReleaseCustomOpDomain = 101,
+    kKernelInfoGetInputCount = 230,
     kKernelInfoGetConstantInput = 249,
     kShapeGetInputCount = 267,
     kShapeGetInput = 268,
@@ -109,6 +110,9 @@ class Api {
         return call<Status*>(Slot::kKernelInfoGetFloat, info, name, out);
     }
 
+    Status* info_input_count(const KernelInfo* info, std::size_t* out) const {
+        return call<Status*>(Slot::kKernelInfoGetInputCount, info, out);
+    }
     // Not null if the input is a constant of the graph, which keeps the ownership of it.
     Status* info_constant_input(const KernelInfo* info, std::size_t index, int* is_constant, const Value** out) const {
         return call<Status*>(Slot::kKernelInfoGetConstantInput, info, index, is_constant, out);

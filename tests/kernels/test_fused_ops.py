@@ -144,6 +144,21 @@ def test_joined_products(
             close(y, reference, 2e-6 if kind == "gated" else 1e-6)
 
 
+def test_weights_that_are_no_constants() -> None:
+    """They may change from run to run, and are checked in each."""
+    rng = np.random.default_rng(4)
+    form = GroupedQuantFormat(4, 32, 8)
+    inputs: dict[str, np.ndarray | None] = {"x": rng.normal(size=(3, 64)).astype(np.float32), "n": None, "r": None}
+    names = ("codes", "scales", "offsets")
+    first = inputs | dict(zip(names, parts(random_rows(rng, (20, 64), form)), strict=True))
+    session = load("FusedGroupedQuantMatMul", first, [], vars(form))
+    for rows, width in ((20, 64), (33, 64), (8, 96)):
+        weight = random_rows(rng, (rows, width), form)
+        x = rng.normal(size=(3, width)).astype(np.float32)
+        (y,) = session.run(None, {"x": x, **dict(zip(names, parts(weight), strict=True))})
+        close(y, x.astype(np.float64) @ dequantize(weight, form).T.astype(np.float64))
+
+
 def test_what_is_not_finite_stays_in_its_row(instruction_set: str) -> None:
     rng = np.random.default_rng(1)
     form = GroupedQuantFormat(4, 32, 8)
