@@ -24,7 +24,8 @@ class KeyValueCache:
     """
 
     def __init__(self, ort: Any, tensors: Sequence[Tensor], batch: int, longest: int) -> None:
-        self._ort, self._tensors, self._batch, self._longest = ort, tensors, batch, longest
+        self._ort, self._tensors, self._longest = ort, tensors, longest
+        self.batch = batch
         self.length = self.capacity = 0
         self._buffers: dict[str, np.ndarray] = {}
         self.values: dict[str, Any] = {}
@@ -40,7 +41,7 @@ class KeyValueCache:
         # Never just as long as what is filled: that is how an ordinary past looks.
         self.capacity = max(needed, min(max(_GROWTH * needed, _LEAST_CAPACITY), self._longest))
         for tensor in self._tensors:
-            sizes = {"batch": self._batch, "past_sequence": self.capacity}
+            sizes = {"batch": self.batch, "past_sequence": self.capacity}
             assert tensor.shape is not None
             buffer_BKCE = np.empty([n if isinstance(n, int) else sizes[n] for n in tensor.shape], tensor.dtype)
             if self.length:
@@ -63,8 +64,8 @@ class KeyValueCache:
 class FilledPast:
     """Shape and dtype of what is filled of a cache, for the check of feeds."""
 
-    def __init__(self, tensor: Tensor, batch: int, length: int) -> None:
-        sizes = {"batch": batch, "past_sequence": length}
+    def __init__(self, tensor: Tensor, cache: KeyValueCache) -> None:
+        sizes = {"batch": cache.batch, "past_sequence": cache.length}
         assert tensor.shape is not None
         self.shape = tuple(n if isinstance(n, int) else sizes[n] for n in tensor.shape)
         self.dtype = tensor.dtype

@@ -101,9 +101,9 @@ class CpuSession:
         ``feeds`` are the other inputs. Errors as of :meth:`run`; the cache then holds what it held before.
         """
         first, *others = (tensor for tensor in self.stage.inputs if tensor.name.startswith(_PAST))
-        batch, tokens = feeds["input_ids"].shape
-        filled = {first.name: FilledPast(first, batch, cache.length)}
+        filled = {first.name: FilledPast(first, cache)}
         check_feeds(self.name, self.stage, self.dims, {**feeds, **filled}, unchecked={t.name for t in others})
+        tokens = feeds["input_ids"].shape[1]
         try:
             if cache.reserve(tokens):
                 cache.binding = self._session.io_binding()

@@ -250,7 +250,8 @@ def _constant(value: ir.Value | None) -> list[int] | None:
 
 def _take_over(new: ir.Value, replaced: ir.Value) -> None:
     """``new`` stands for ``replaced`` under its name, which may be that of an output of the graph."""
-    new.dtype, new.shape = replaced.dtype, replaced.shape
+    new.shape = replaced.shape
+    new.dtype = replaced.dtype or ir.DataType.FLOAT
     new.name, replaced.name = replaced.name, f"{replaced.name}.unfused"
     new.metadata_props.update(replaced.metadata_props)
     replaced.replace_all_uses_with(new, replace_graph_outputs=True)

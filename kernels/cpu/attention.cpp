@@ -12,7 +12,7 @@ namespace {
 // From this many parts on, threads end about together.
 constexpr std::size_t kWantedParts = 32;
 // Multiplications below which handing work to other threads costs more than it saves.
-constexpr std::size_t kSmall = std::size_t{1} << 17;
+constexpr std::size_t kSmall = std::size_t{1} << 18;
 // Rows and keys from which on digits are worth packing, and what the packed heads of a round may take.
 constexpr std::size_t kDigitRows = 64, kRoundBytes = std::size_t{32} << 20;
 
@@ -88,7 +88,7 @@ DigitsLayout::DigitsLayout(const Attention& a, std::size_t wanted)
 }
 
 std::size_t digits_memory(const Attention& a) {
-    constexpr std::size_t lanes = 32, spare = 256, tile = 1024 / sizeof(float);
+    constexpr std::size_t lanes = kDigitQueries, spare = 256, tile = 1024 / sizeof(float);
     const std::size_t steps = ceil_div(a.D, 64);
     return steps * 64 + 2 * kDigitKeys * lanes + (a.E + 16) * lanes + kDigitKeys + 16 * 256 + 9 * (steps + 1) * tile +
            kDigitKeys / 64 * 6 * tile + spare;
@@ -107,14 +107,14 @@ AttentionWork::AttentionWork(const Attention& attention, InstructionSet set, boo
         row_parts_ = 1;
         return;
     }
-    const std::size_t tiles = ceil_div(rows_, kTileQueries);
-    const std::size_t wanted = ceil_div(kWantedParts, a.B * a.K);
-    part_rows_ = std::clamp<std::size_t>(tiles / wanted, 1, kPartTiles) * kTileQueries;
-    row_parts_ = ceil_div(rows_, part_rows_);
 #if INTAGLIO_HAS_amx
     has_digits_ = set == InstructionSet::kAmx && rows_ >= kDigitRows && a.T >= kDigitRows && a.D >= 32 && a.E >= 16;
     if (has_digits_) round_heads_ = std::clamp<std::size_t>(kRoundBytes / layout_.bytes, 1, a.B * a.K);
 #endif
+    const std::size_t tile = has_digits_ ? kDigitQueries : kTileQueries;
+    const std::size_t tiles = ceil_div(rows_, tile), wanted = ceil_div(kWantedParts, a.B * a.K);
+    part_rows_ = std::clamp<std::size_t>(tiles / wanted, 1, kTileQueries * kPartTiles / tile) * tile;
+    row_parts_ = ceil_div(rows_, part_rows_);
 }
 
 std::size_t AttentionWork::phases() const {

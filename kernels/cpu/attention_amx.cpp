@@ -12,7 +12,8 @@ namespace intaglio {
 namespace {
 
 constexpr std::size_t kTileBytes = 1024, kTileRows = 16, kStep = 64;
-constexpr std::size_t kGroups = 2, kLanes = kGroups * kTileRows;
+constexpr std::size_t kGroups = 2, kLanes = kDigitQueries;
+static_assert(kLanes == kGroups * kTileRows);
 using RowTile = Tile<kLanes>;
 
 // The integers of a row reach this far: all digits then stay within 8 bits.

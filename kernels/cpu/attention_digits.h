@@ -11,8 +11,8 @@
 
 namespace intaglio {
 
-// Keys that a softmax step takes together, and the numbers and keys of a tile register.
-constexpr std::size_t kDigitKeys = 512;
+// Keys that a step of the softmax takes together, and the rows that it takes.
+constexpr std::size_t kDigitKeys = 512, kDigitQueries = 32;
 
 // How the digits of the keys and values of one key head lie. A tile is 16 rows of 64 bytes.
 struct DigitsLayout {

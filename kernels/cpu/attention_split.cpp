@@ -38,35 +38,65 @@ INTAGLIO_INLINE float sum_of(const Lanes& lanes) {
 #endif
 }
 
-// Scores of Rows rows and `count` keys, [Rows, kSplitKeys].
+// Sums of the lanes of each of four.
+INTAGLIO_INLINE void store_sums(const Lanes (&sums)[4], float* to) {
+#if defined(__AVX512F__)
+    const __m512 first = _mm512_add_ps(_mm512_unpacklo_ps(sums[0].v, sums[1].v), _mm512_unpackhi_ps(sums[0].v, sums[1].v));
+    const __m512 second =
+        _mm512_add_ps(_mm512_unpacklo_ps(sums[2].v, sums[3].v), _mm512_unpackhi_ps(sums[2].v, sums[3].v));
+    // In each quarter one sum for each of the four.
+    const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(first, second, 0x44), _mm512_shuffle_ps(first, second, 0xee));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+#elif defined(__AVX2__)
+    const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(sums[0].v, sums[1].v), _mm256_hadd_ps(sums[2].v, sums[3].v));
+    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+#else
+    for (std::size_t i = 0; i < 4; ++i) to[i] = sum_of(sums[i]);
+#endif
+}
+INTAGLIO_INLINE void store_sums(const Lanes (&sums)[1], float* to) { to[0] = sum_of(sums[0]); }
+
+// Scores of Rows rows and Keys keys, [Rows, kSplitKeys].
+template <std::size_t Rows, std::size_t Keys>
+INTAGLIO_INLINE void score_keys(const float* queries, std::size_t stride, const float* keys, std::size_t key_row,
+                                std::size_t D, float* scores) {
+    const std::size_t whole = D / kWidth * kWidth;
+    Lanes sum[Rows][Keys], x[Keys], q;
+    INTAGLIO_UNROLL
+    for (std::size_t r = 0; r < Rows; ++r) {
+        INTAGLIO_UNROLL
+        for (std::size_t k = 0; k < Keys; ++k) sum[r][k].clear();
+    }
+    const auto add = [&](std::size_t d) {
+        INTAGLIO_UNROLL
+        for (std::size_t r = 0; r < Rows; ++r) {
+            q.load(queries + r * stride + d);
+            INTAGLIO_UNROLL
+            for (std::size_t k = 0; k < Keys; ++k) add_fused(sum[r][k], q, x[k]);
+        }
+    };
+    for (std::size_t d = 0; d < whole; d += kWidth) {
+        INTAGLIO_UNROLL
+        for (std::size_t k = 0; k < Keys; ++k) x[k].load(keys + k * key_row + d);
+        add(d);
+    }
+    if (whole < D) {
+        INTAGLIO_UNROLL
+        for (std::size_t k = 0; k < Keys; ++k) load_first(x[k], keys + k * key_row + whole, D - whole);
+        add(whole);
+    }
+    INTAGLIO_UNROLL
+    for (std::size_t r = 0; r < Rows; ++r) store_sums(sum[r], scores + r * kSplitKeys);
+}
+
 template <std::size_t Rows>
 INTAGLIO_INLINE void score(const float* queries, std::size_t stride, const float* keys, std::size_t key_row,
                            std::size_t count, std::size_t D, float* scores) {
-    const std::size_t whole = D / kWidth * kWidth;
-    for (std::size_t k = 0; k < count; ++k) {
-        const float* key = keys + k * key_row;
-        Lanes sum[Rows], x, q;
-        INTAGLIO_UNROLL
-        for (std::size_t r = 0; r < Rows; ++r) sum[r].clear();
-        for (std::size_t d = 0; d < whole; d += kWidth) {
-            x.load(key + d);
-            INTAGLIO_UNROLL
-            for (std::size_t r = 0; r < Rows; ++r) {
-                q.load(queries + r * stride + d);
-                add_fused(sum[r], q, x);
-            }
-        }
-        if (whole < D) {
-            load_first(x, key + whole, D - whole);
-            INTAGLIO_UNROLL
-            for (std::size_t r = 0; r < Rows; ++r) {
-                q.load(queries + r * stride + whole);
-                add_fused(sum[r], q, x);
-            }
-        }
-        INTAGLIO_UNROLL
-        for (std::size_t r = 0; r < Rows; ++r) scores[r * kSplitKeys + k] = sum_of(sum[r]);
-    }
+    // Some of a key's sums are added in another order than those of the last keys, which depends on count alone.
+    std::size_t k = 0;
+    for (; k + 4 <= count; k += 4) score_keys<Rows, 4>(queries, stride, keys + k * key_row, key_row, D, scores + k);
+    for (; k < count; ++k) score_keys<Rows, 1>(queries, stride, keys + k * key_row, key_row, D, scores + k);
 }
 
 // Sums of values for Vectors vectors of their numbers, of which the last has `last` in use.
