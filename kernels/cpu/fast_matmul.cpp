@@ -1,5 +1,6 @@
 #include "fast_matmul.h"
 
+#include "fast_neon.h"
 #include "fast_rows.h"
 
 namespace intaglio {
@@ -11,7 +12,7 @@ bool is_fast_format(const GroupedQuantMatMul& product) {
 std::unique_ptr<ParallelWork> make_fast_matmul(const GroupedQuantMatMul& product, InstructionSet set) {
     if (!is_fast_format(product)) return nullptr;
     if (product.M < kFastManyRows) return make_fast_rows(product, set);
-    return nullptr;
+    return make_fast_neon(product, set);
 }
 
 }  // namespace intaglio
