@@ -1,8 +1,6 @@
 #include "fast_rows.h"
 
 #include <algorithm>
-#include <atomic>
-#include <cstdint>
 
 namespace intaglio {
 namespace {
@@ -35,50 +33,34 @@ FastRowsKernel kernel_of(InstructionSet set) {
     return fast_rows_portable();
 }
 
-// Quantizing x takes less time than waiting for another thread that does it, so each thread that takes parts does
-// it for itself, in the scratch memory of the first part that it takes.
-struct QuantizedByThisThread {
-    std::uint64_t product = 0;
-    const std::byte* activations = nullptr;
-};
-
-std::uint64_t next_product() {
-    static std::atomic<std::uint64_t> last{0};
-    return ++last;
-}
-
+// Phase 0 quantizes x: one part, which is done before another thread would have begun. Phase 1 multiplies.
 class FastRows final : public ParallelWork {
    public:
     FastRows(const GroupedQuantMatMul& product, InstructionSet set)
-        : product_(product), kernel_(kernel_of(set)), id_(next_product()) {
-        bytes_ = kernel_.row_bytes(product) * product.M;
+        : product_(product), kernel_(kernel_of(set)) {
         const std::size_t row_bytes = std::max<std::size_t>(product.K * static_cast<std::size_t>(product.bits) / 8, 1);
         const std::size_t wanted =
-            std::max(ceil_div(product.N, kParts), ceil_div(kMinPartBytes, row_bytes * std::max<std::size_t>(product.M, 1)));
-        columns_ = std::min(ceil_div(wanted, kColumns) * kColumns, product.N);
+            std::max(ceil_div(product.N, kParts), kMinPartBytes / (row_bytes * std::max<std::size_t>(product.M, 1)));
+        columns_ = ceil_div(wanted, kColumns) * kColumns;
         parts_ = ceil_div(product.N, columns_);
         is_small_ = row_bytes * product.N * product.M < kSmallBytes;
     }
 
-    std::size_t parts(std::size_t) const override { return parts_; }
+    std::size_t phases() const override { return 2; }
+    std::size_t parts(std::size_t phase) const override { return phase == 0 ? 1 : parts_; }
     bool is_small() const override { return is_small_; }
-    std::size_t scratch_bytes() const override { return bytes_ * parts_; }
+    std::size_t scratch_bytes() const override { return kernel_.row_bytes(product_) * product_.M; }
 
-    void compute(std::size_t, std::size_t part, std::byte* scratch) const noexcept override {
-        static thread_local QuantizedByThisThread quantized;
-        if (quantized.product != id_) {
-            kernel_.quantize(product_, scratch + part * bytes_);
-            quantized = {id_, scratch + part * bytes_};
-        }
+    void compute(std::size_t phase, std::size_t part, std::byte* scratch) const noexcept override {
+        if (phase == 0) return kernel_.quantize(product_, scratch);
         const std::size_t column = part * columns_;
-        kernel_.multiply(product_, quantized.activations, column, std::min(column + columns_, product_.N));
+        kernel_.multiply(product_, scratch, column, std::min(column + columns_, product_.N));
     }
 
    private:
     const GroupedQuantMatMul& product_;
     FastRowsKernel kernel_;
-    std::uint64_t id_;
-    std::size_t bytes_, columns_, parts_;
+    std::size_t columns_, parts_;
     bool is_small_;
 };
 

@@ -70,7 +70,7 @@ INTAGLIO_INLINE void arrange(const std::int8_t* codes, std::int8_t* planes) {
 template <int Bits>
 void quantize_row(const GroupedQuantMatMul& p, const Layout& layout, const char* x, std::byte* row) {
     constexpr std::size_t chunk = kPlanes<Bits> * kBytes;
-    alignas(64) std::int8_t codes[chunk];
+    alignas(64) std::int8_t codes[4 * kBytes];
     // One in the place of each code.
     constexpr int ones = Bits == 2 ? 0x55 : Bits == 4 ? 0x11 : 1;
     Bytes zero_points[kPlanes<Bits>];
@@ -270,7 +270,7 @@ void multiply_columns(const GroupedQuantMatMul& p, const Layout& layout, const s
             multiply_tile<Bits, Rows, 1, IsPacked>(p, layout, activations, row, column);
 }
 
-// Rows of the weight that stay in the first-level cache while up to four rows of x at a time meet them.
+// Rows of the weight that stay in the first-level cache while up to four rows of x at a time meet each.
 constexpr std::size_t kColumns = 4;
 
 template <int Bits, bool IsPacked>
@@ -282,9 +282,11 @@ void multiply_rows(const GroupedQuantMatMul& p, const Layout& layout, const std:
         std::size_t row = 0;
         for (; row + 4 <= p.M; row += 4)
             multiply_columns<Bits, 4, 1, IsPacked>(p, layout, activations, row, column, end);
-        if (p.M - row == 3) multiply_columns<Bits, 3, 1, IsPacked>(p, layout, activations, row, column, end);
-        if (p.M - row == 2) multiply_columns<Bits, 2, 2, IsPacked>(p, layout, activations, row, column, end);
-        if (p.M - row == 1) multiply_columns<Bits, 1, 4, IsPacked>(p, layout, activations, row, column, end);
+        if (row + 2 <= p.M) {
+            multiply_columns<Bits, 2, 2, IsPacked>(p, layout, activations, row, column, end);
+            row += 2;
+        }
+        if (row < p.M) multiply_columns<Bits, 1, 4, IsPacked>(p, layout, activations, row, column, end);
     }
 }
 

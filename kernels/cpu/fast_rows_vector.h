@@ -197,20 +197,6 @@ INTAGLIO_INLINE float sum_of(Floats value) {
     return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
 }
 
-// float_of_half, eight at a time.
-INTAGLIO_INLINE Floats floats_of_halves(__m256i halves) {
-    const __m256i magnitude = _mm256_and_si256(halves, _mm256_set1_epi32(0x7fff));
-    const __m256i sign = _mm256_slli_epi32(_mm256_xor_si256(halves, magnitude), 16);
-    const __m256i bias = _mm256_set1_epi32(0x38000000);
-    const __m256i special = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x7bff));
-    const __m256i normal = _mm256_add_epi32(_mm256_add_epi32(_mm256_slli_epi32(magnitude, 13), bias),
-                                            _mm256_and_si256(special, bias));
-    const __m256 small = _mm256_mul_ps(_mm256_cvtepi32_ps(magnitude), _mm256_set1_ps(0x1p-24f));
-    const __m256i is_small = _mm256_cmpgt_epi32(_mm256_set1_epi32(0x0400), magnitude);
-    const __m256 value = _mm256_blendv_ps(_mm256_castsi256_ps(normal), small, _mm256_castsi256_ps(is_small));
-    return _mm256_or_ps(value, _mm256_castsi256_ps(sign));
-}
-
 alignas(64) constexpr std::int32_t kFirstLanes[2 * kLanes] = {-1, -1, -1, -1, -1, -1, -1, -1};
 
 INTAGLIO_INLINE Floats load_scales(const std::uint8_t* from, std::size_t count, ScaleType type,
@@ -225,8 +211,10 @@ INTAGLIO_INLINE Floats load_scales(const std::uint8_t* from, std::size_t count, 
     if (type == ScaleType::kFloat32) {
         scales = _mm256_loadu_ps(reinterpret_cast<const float*>(from));
     } else {
-        const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-        scales = type == ScaleType::kFloat16 ? floats_of_halves(bits) : _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+        const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+        scales = type == ScaleType::kFloat16
+                     ? _mm256_cvtph_ps(bits)
+                     : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
     }
     if (count == kLanes) return scales;
     // Those of the next row, which may be anything.
@@ -240,6 +228,87 @@ INTAGLIO_INLINE Pattern load_pattern(const std::int32_t* lanes) {
 INTAGLIO_INLINE Pattern moved(Pattern pattern, Pattern by) { return _mm256_add_epi32(pattern, by); }
 INTAGLIO_INLINE Pattern moves(std::size_t lanes) { return _mm256_set1_epi32(static_cast<int>(lanes)); }
 INTAGLIO_INLINE Floats spread(Floats scales, Pattern pattern) { return _mm256_permutevar8x32_ps(scales, pattern); }
+
+#elif defined(__ARM_FEATURE_DOTPROD)
+
+constexpr std::size_t kBytes = 16, kLanes = 4;
+using Bytes = uint8x16_t;
+using Ints = int32x4_t;
+using Floats = float32x4_t;
+using Pattern = uint8x16_t;
+
+INTAGLIO_INLINE Bytes load_bytes(const std::uint8_t* from) { return vld1q_u8(from); }
+INTAGLIO_INLINE Bytes load_some_bytes(const std::uint8_t* from, std::size_t count, const std::uint8_t* end) {
+    if (static_cast<std::size_t>(end - from) >= kBytes) return load_bytes(from);
+    std::uint8_t bytes[kBytes] = {};
+    std::memcpy(bytes, from, count);
+    return load_bytes(bytes);
+}
+INTAGLIO_INLINE Bytes all_bytes(int value) { return vdupq_n_u8(static_cast<std::uint8_t>(value)); }
+
+// Products are of signed bytes: 8-bit codes are moved by 128, and their zero point with them.
+template <int Bits>
+INTAGLIO_INLINE void unpack(Bytes packed, Bytes (&planes)[kPlanes<Bits>]) {
+    if constexpr (Bits == 8) {
+        planes[0] = veorq_u8(packed, all_bytes(128));
+    } else {
+        const Bytes mask = all_bytes((1 << Bits) - 1);
+        planes[0] = vandq_u8(packed, mask);
+        if constexpr (Bits == 4) {
+            planes[1] = vshrq_n_u8(packed, 4);
+        } else {
+            planes[1] = vandq_u8(vshrq_n_u8(packed, 4), mask);
+            planes[2] = vandq_u8(vshrq_n_u8(packed, 2), mask);
+            planes[3] = vshrq_n_u8(packed, 6);
+        }
+    }
+}
+
+template <int Bits>
+constexpr int kStart = 1;
+
+template <int Bits>
+INTAGLIO_INLINE Ints first_dot(Ints sum, const Bytes (&planes)[kPlanes<Bits>], const std::int8_t* activations) {
+    INTAGLIO_UNROLL
+    for (std::size_t j = 0; j < kPlanes<Bits>; ++j)
+        sum = vdotq_s32(sum, vreinterpretq_s8_u8(planes[j]), vld1q_s8(activations + j * kBytes));
+    return sum;
+}
+
+INTAGLIO_INLINE Ints added(Ints a, Ints b) { return vaddq_s32(a, b); }
+INTAGLIO_INLINE Ints load_ints(const std::int32_t* from) { return vld1q_s32(from); }
+INTAGLIO_INLINE void store_ints(Ints value, std::int32_t* to) { vst1q_s32(to, value); }
+INTAGLIO_INLINE Floats to_floats(Ints value) { return vcvtq_f32_s32(value); }
+INTAGLIO_INLINE Floats zeros() { return vdupq_n_f32(0); }
+INTAGLIO_INLINE Ints zero_ints() { return vdupq_n_s32(0); }
+INTAGLIO_INLINE Floats load_floats(const float* from) { return vld1q_f32(from); }
+INTAGLIO_INLINE Floats multiply(Floats a, Floats b) { return vmulq_f32(a, b); }
+INTAGLIO_INLINE Floats multiply_add(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
+INTAGLIO_INLINE float sum_of(Floats value) { return vaddvq_f32(value); }
+
+INTAGLIO_INLINE Floats load_scales(const std::uint8_t* from, std::size_t count, ScaleType type, const std::uint8_t*) {
+    const std::size_t stride = type == ScaleType::kFloat32 ? 4 : 2;
+    std::uint8_t values[kLanes * 4] = {};
+    if (count < kLanes) {
+        std::memcpy(values, from, count * stride);
+        from = values;
+    }
+    if (type == ScaleType::kFloat32) return vreinterpretq_f32_u8(vld1q_u8(from));
+    const uint16x4_t bits = vreinterpret_u16_u8(vld1_u8(from));
+    if (type == ScaleType::kFloat16) return vcvt_f32_f16(vreinterpret_f16_u16(bits));
+    return vreinterpretq_f32_u32(vshll_n_u16(bits, 16));
+}
+
+// The bytes of each lane.
+INTAGLIO_INLINE Pattern load_pattern(const std::int32_t* lanes) {
+    const uint32x4_t first = vmulq_n_u32(vreinterpretq_u32_s32(vld1q_s32(lanes)), 0x04040404u);
+    return vreinterpretq_u8_u32(vaddq_u32(first, vdupq_n_u32(0x03020100u)));
+}
+INTAGLIO_INLINE Pattern moved(Pattern pattern, Pattern by) { return vaddq_u8(pattern, by); }
+INTAGLIO_INLINE Pattern moves(std::size_t lanes) { return all_bytes(static_cast<int>(4 * lanes)); }
+INTAGLIO_INLINE Floats spread(Floats scales, Pattern pattern) {
+    return vreinterpretq_f32_u8(vqtbl1q_u8(vreinterpretq_u8_f32(scales), pattern));
+}
 
 #else
 

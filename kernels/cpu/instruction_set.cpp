@@ -26,11 +26,17 @@ namespace {
            __builtin_cpu_supports("fma");
 }
 
+// Half precision is asked of the processor itself, as not all compilers know its name; all that have AVX2 have it.
+[[maybe_unused]] bool has_avx2() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &a, &b, &c, &d) &&
+           (c >> 29 & 1);
+}
+
 // AVX-VNNI is asked of the processor itself: compilers of ten years do not all know its name.
 [[maybe_unused]] bool has_avx_vnni() {
     unsigned a = 0, b = 0, c = 0, d = 0;
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid_count(7, 1, &a, &b, &c, &d) &&
-           (a >> 4 & 1);
+    return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
 }
 
 // Linux gives tiles to processes that ask; asked once, before any thread uses them.
@@ -44,7 +50,7 @@ namespace {
         constexpr long request_permission = 0x1023, tile_data = 18;
         return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
     }();
-    return has && has_avx512() && __builtin_cpu_supports("avx512vnni");
+    return has && has_avx512() && __builtin_cpu_supports("avx512vnni") && has_in_leaf_7_1(kAvx512Bfloat16Bit);
 #else
     return false;
 #endif
@@ -75,10 +81,10 @@ bool has_instruction_set(InstructionSet set) {
     switch (set) {
         case InstructionSet::kPortable: return true;
 #if INTAGLIO_HAS_avx2
-        case InstructionSet::kAvx2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+        case InstructionSet::kAvx2: return has_avx2();
 #endif
 #if INTAGLIO_HAS_avx_vnni
-        case InstructionSet::kAvxVnni: return has_avx_vnni();
+        case InstructionSet::kAvxVnni: return has_avx2() && has_in_leaf_7_1(kAvxVnniBit);
 #endif
 #if INTAGLIO_HAS_avx512
         case InstructionSet::kAvx512: return has_avx512();
