@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import tempfile
 import time
@@ -156,6 +157,8 @@ def write_gguf(path: Path, architecture: str, shapes: _Shapes) -> None:
 def main() -> int:
     """Answers with the version, then the seconds of a step to every line."""
     request = json.loads(sys.argv[1])
+    # The package turns stdout away while it works.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     # Imported by name: it is no dependency, and its types are not installed with this package.
     package: Any = importlib.import_module("stable_diffusion_cpp")
     importlib.import_module("gguf")
@@ -177,8 +180,8 @@ def main() -> int:
         nonlocal started
         now = time.perf_counter()
         text = f"{now - started}" if started else f"stable-diffusion-cpp-python {package.__version__}"
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+        answers.write(text + "\n")
+        answers.flush()
         if not sys.stdin.readline():
             raise SystemExit
         started = time.perf_counter()
