@@ -142,9 +142,9 @@ void multiply_strip(const Workspace& space, std::size_t segments, const Strip st
 }
 
 // Strips of one height: nothing runs before, and all is added after.
-template <bool IsAdjusted, bool HasTwo, typename StripAt>
+template <bool IsAdjusted, bool HasTwo, typename StripAt, typename StoreStrip>
 INTAGLIO_INLINE void multiply_strips(Workspace& space, std::size_t segments, std::size_t first, std::size_t end,
-                                     const StripAt& strip_at) {
+                                     const StripAt& strip_at, const StoreStrip& store_strip) {
     if (first == end) return;
     std::memset(space.dots, 0, sizeof space.dots);
     _tile_zero(0);
@@ -155,8 +155,11 @@ INTAGLIO_INLINE void multiply_strips(Workspace& space, std::size_t segments, std
     float* nowhere = space.sums + kFastRows * kPartColumns;
     Pipeline pipeline{{space.dots[0][0], factors, space.scales, space.offsets, nowhere},
                       {space.dots[1][0], factors, space.scales, space.offsets, nowhere}};
-    for (std::size_t i = first; i < end; ++i)
+    for (std::size_t i = first; i < end; ++i) {
         multiply_strip<IsAdjusted, HasTwo>(space, segments, strip_at(i), pipeline);
+        // What is pending now is all of this strip, since it has two pairs of columns.
+        if (i > first) store_strip(i - 1);
+    }
     constexpr std::size_t tiles = HasTwo ? 4 : 2;
     for (std::size_t tile = 0; tile < tiles; ++tile) add_tile<IsAdjusted>(pipeline.stored, tile);
     std::int32_t* to = pipeline.running.tiles;
@@ -165,6 +168,7 @@ INTAGLIO_INLINE void multiply_strips(Workspace& space, std::size_t segments, std
     _tile_stored(2, to + 2 * kTileRows * kLanes, 64);
     _tile_stored(3, to + 3 * kTileRows * kLanes, 64);
     for (std::size_t tile = 0; tile < tiles; ++tile) add_tile<IsAdjusted>(pipeline.running, tile);
+    store_strip(end - 1);
 }
 
 template <int Bits>
@@ -186,7 +190,8 @@ template <int Bits, bool IsAdjusted>
 void multiply_panel(const PanelPlan& plan, const FastBlock& part, std::byte* scratch, Workspace& space) {
     const GroupedQuantMatMul& p = plan.product;
     const std::size_t first_row = plan.strip_begin(part.strip), rows = plan.strip_begin(part.strip_end) - first_row;
-    std::memset(space.sums, 0, sizeof(float) * rows * kPartColumns);
+    const std::size_t panels = (part.column_end - part.column + kFastColumns - 1) / kFastColumns;
+    std::memset(space.sums, 0, sizeof(float) * rows * panels * kFastColumns);
     // Where groups do not fill their tiles, inputs of the panel meet zeros.
     std::memset(space.panel, 0, sizeof space.panel);
     const std::size_t twos = rows / kStripRows, strips = part.strip_end - part.strip;
@@ -200,17 +205,20 @@ void multiply_panel(const PanelPlan& plan, const FastBlock& part, std::byte* scr
         };
         // Later panels find the block's x in the second-level cache.
         for (std::size_t column = part.column; column < part.column_end; column += kFastColumns) {
+            const auto store_strip = [&](std::size_t i) {
+                const std::size_t row = first_row + i * kStripRows;
+                if (index + 1 == plan.blocks)
+                    store_rows(p, sums + i * kStripRows * kFastColumns, row, smaller(row + kStripRows, p.M), column);
+            };
             decode_panel<Bits>(plan, b, column, space);
             decode_scales(plan, b, p.scales, column, space.scales);
             if (IsAdjusted) decode_offsets(plan, b, column, space.offsets);
-            multiply_strips<IsAdjusted, true>(space, b.segments, 0, twos, strip_at);
-            multiply_strips<IsAdjusted, false>(space, b.segments, twos, strips, strip_at);
+            multiply_strips<IsAdjusted, true>(space, b.segments, 0, twos, strip_at, store_strip);
+            multiply_strips<IsAdjusted, false>(space, b.segments, twos, strips, strip_at, store_strip);
             sums += rows * kFastColumns;
         }
     }
-    const float* sums = space.sums;
-    for (std::size_t column = part.column; column < part.column_end; column += kFastColumns, sums += rows * kFastColumns)
-        store_rows(p, sums, first_row, smaller(first_row + rows, p.M), column);
+    _mm_sfence();
 }
 
 template <int Bits>

@@ -281,7 +281,8 @@ void multiply_panel(const PanelPlan& plan, const FastBlock& part, std::byte* scr
     load_scales(p.offsets, 0, 1, p.scale_type, &offset);
     const bool has_offsets = p.offset_per_group || offset != 0;
     for (float& value : space.offsets) value = offset;
-    std::memset(space.sums, 0, sizeof(float) * rows * kPartColumns);
+    const std::size_t panels = (part.column_end - part.column + kFastColumns - 1) / kFastColumns;
+    std::memset(space.sums, 0, sizeof(float) * rows * panels * kFastColumns);
     // Inputs that fill up a segment meet zeros.
     std::memset(space.panel, 0, sizeof space.panel);
     for (std::size_t index = 0; index < plan.blocks; ++index) {

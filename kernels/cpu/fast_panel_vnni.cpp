@@ -97,8 +97,9 @@ template <int Bits>
 void multiply_panel(const PanelPlan& plan, const FastBlock& part, std::byte* scratch, Workspace& space) {
     const GroupedQuantMatMul& p = plan.product;
     const bool offsets = has_offsets(p);
-    const std::size_t first_row = plan.strip_begin(part.strip), rows = plan.strip_begin(part.strip_end) - first_row;
-    std::memset(space.sums, 0, sizeof(float) * rows * kPartColumns);
+    const std::size_t rows = plan.strip_begin(part.strip_end) - plan.strip_begin(part.strip);
+    const std::size_t panels = (part.column_end - part.column + kFastColumns - 1) / kFastColumns;
+    std::memset(space.sums, 0, sizeof(float) * rows * panels * kFastColumns);
     for (std::size_t index = 0; index < plan.blocks; ++index) {
         const PanelPlan::Block b = plan.block(index);
         float* sums = space.sums;
@@ -116,13 +117,13 @@ void multiply_panel(const PanelPlan& plan, const FastBlock& part, std::byte* scr
                     multiply_strip<true>(plan, b, space, strip_rows, x, sums);
                 else
                     multiply_strip<false>(plan, b, space, strip_rows, x, sums);
+                if (index + 1 == plan.blocks)
+                    store_rows(p, sums, plan.strip_begin(strip), plan.strip_begin(strip + 1), column);
                 sums += strip_rows * kFastColumns;
             }
         }
     }
-    const float* sums = space.sums;
-    for (std::size_t column = part.column; column < part.column_end; column += kFastColumns, sums += rows * kFastColumns)
-        store_rows(p, sums, first_row, first_row + rows, column);
+    _mm_sfence();
 }
 
 }  // namespace
