@@ -55,7 +55,8 @@ INTAGLIO_INLINE void add_tile(const Dots& from, std::size_t tile) {
             sum = _mm512_fmadd_ps(offset, _mm512_set1_ps(from.factors.sums[row + r]), sum);
         }
         const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(dot), scale);
-        _mm512_store_ps(sums + r * kFastColumns, _mm512_fmadd_ps(scaled, _mm512_set1_ps(from.factors.scales[row + r]), sum));
+        const __m512 x_scale = _mm512_set1_ps(from.factors.scales[row + r]);
+        _mm512_store_ps(sums + r * kFastColumns, _mm512_fmadd_ps(scaled, x_scale, sum));
     }
 }
 

@@ -66,7 +66,8 @@ INTAGLIO_INLINE void multiply_strip(const PanelPlan& plan, const PanelPlan::Bloc
                 float* to = sums + r * kFastColumns + c * kLanes;
                 __m512 sum = _mm512_load_ps(to);
                 if constexpr (HasOffsets)
-                    sum = _mm512_fmadd_ps(_mm512_load_ps(offsets + c * kLanes), _mm512_set1_ps(strip.factors.sums[r]), sum);
+                    sum = _mm512_fmadd_ps(_mm512_load_ps(offsets + c * kLanes),
+                                          _mm512_set1_ps(strip.factors.sums[r]), sum);
                 const __m512 scaled =
                     _mm512_mul_ps(_mm512_cvtepi32_ps(dots[r][c]), _mm512_load_ps(scales + c * kLanes));
                 _mm512_store_ps(to, _mm512_fmadd_ps(scaled, _mm512_set1_ps(strip.factors.scales[r]), sum));
