@@ -1,6 +1,8 @@
 #include "fast_panel.h"
 
 #include <algorithm>
+#include <atomic>
+#include <thread>
 
 namespace intaglio {
 namespace {
@@ -16,7 +18,7 @@ struct PanelKernel {
     std::size_t strip_rows, unit;
     bool signed_codes;
     void (*quantize)(const PanelPlan&, std::size_t strip, std::byte* scratch) noexcept;
-    void (*multiply)(const PanelPlan&, const FastBlock&, std::byte* scratch) noexcept;
+    MultiplyPanel* multiply;
 };
 
 PanelKernel kernel_for(InstructionSet set) {
@@ -41,35 +43,67 @@ PanelKernel kernel_for(InstructionSet set) {
     return {interleaved, 4, 16, false, quantize_strip_portable, multiply_panel_portable};
 }
 
+// Which workspaces are in use: as many parts run at the same time as there are threads.
+class Workspaces {
+   public:
+    static constexpr std::size_t kMost = 64;
+
+    explicit Workspaces(std::size_t count) : count_(std::min(count, kMost)) {}
+    std::size_t count() const { return count_; }
+
+    std::size_t take() {
+        for (;; std::this_thread::yield()) {
+            std::uint64_t taken = taken_.load(std::memory_order_relaxed);
+            for (std::size_t i = 0; i < count_; ++i)
+                if (!(taken >> i & 1) &&
+                    taken_.compare_exchange_strong(taken, taken | std::uint64_t{1} << i, std::memory_order_acquire))
+                    return i;
+        }
+    }
+    void give_back(std::size_t i) { taken_.fetch_and(~(std::uint64_t{1} << i), std::memory_order_release); }
+
+   private:
+    std::size_t count_;
+    std::atomic<std::uint64_t> taken_{0};
+};
+
 class FastPanel final : public ParallelWork {
    public:
     FastPanel(const GroupedQuantMatMul& product, const PanelKernel& kernel)
         : plan_(product, kernel.order, kernel.strip_rows, kernel.unit, kernel.signed_codes),
           kernel_(kernel),
-          column_parts_(ceil_div(product.N, kFastColumns)) {
-        const std::size_t wanted = std::max(ceil_div(product.M, kFastRows),
-                                            std::min(ceil_div(kParts, column_parts_), product.M / kMinPartRows));
-        row_parts_ = std::clamp<std::size_t>(wanted, 1, plan_.strips);
-    }
+          columns_(ceil_div(product.N, kPartColumns) * ceil_div(product.M, kFastRows) >= kParts ? kPartColumns
+                                                                                               : kFastColumns),
+          column_parts_(ceil_div(product.N, columns_)),
+          row_parts_(std::clamp<std::size_t>(
+              std::max(ceil_div(product.M, kFastRows),
+                       std::min(ceil_div(kParts, column_parts_), product.M / kMinPartRows)),
+              1, plan_.strips)),
+          workspaces_(row_parts_ * column_parts_) {}
 
     std::size_t phases() const override { return 2; }
     std::size_t parts(std::size_t phase) const override {
         return phase == 0 ? plan_.strips : row_parts_ * column_parts_;
     }
-    std::size_t scratch_bytes() const override { return plan_.scratch_bytes(); }
+    std::size_t scratch_bytes() const override {
+        return round_up(plan_.scratch_bytes(), 64) + workspaces_.count() * kWorkspaceBytes;
+    }
     void compute(std::size_t phase, std::size_t part, std::byte* scratch) const noexcept override {
         if (phase == 0) return kernel_.quantize(plan_, part, scratch);
-        const std::size_t row_part = part / column_parts_;
-        kernel_.multiply(plan_,
-                         {plan_.strips * row_part / row_parts_, plan_.strips * (row_part + 1) / row_parts_,
-                          part % column_parts_ * kFastColumns},
-                         scratch);
+        const std::size_t row_part = part / column_parts_, column = part % column_parts_ * columns_;
+        const FastBlock block{plan_.strips * row_part / row_parts_, plan_.strips * (row_part + 1) / row_parts_, column,
+                              std::min(column + columns_, plan_.product.N)};
+        const std::size_t workspace = workspaces_.take();
+        kernel_.multiply(plan_, block, scratch,
+                         scratch + round_up(plan_.scratch_bytes(), 64) + workspace * kWorkspaceBytes);
+        workspaces_.give_back(workspace);
     }
 
    private:
     PanelPlan plan_;
     PanelKernel kernel_;
-    std::size_t column_parts_, row_parts_;
+    std::size_t columns_, column_parts_, row_parts_;
+    mutable Workspaces workspaces_;
 };
 
 }  // namespace

@@ -15,8 +15,8 @@ namespace intaglio {
 // Most inputs that a decoded panel holds, and that a segment has. 255 * 127 * 512 < 2^24.
 constexpr std::size_t kPanelBlock = 512;
 
-// Columns of y that a part computes, and the most rows.
-constexpr std::size_t kFastColumns = 64, kFastRows = 768;
+// Columns that a decoded panel holds, and what a part computes at most of y.
+constexpr std::size_t kFastColumns = 64, kPartColumns = 128, kFastRows = 768;
 
 // Most rows of a strip of x.
 constexpr std::size_t kMostStripRows = 32, kMostInterleaved = 6, kTileRows = 16;
@@ -70,15 +70,20 @@ void quantize_strip_avx_vnni(const PanelPlan& plan, std::size_t strip, std::byte
 void quantize_strip_avx2(const PanelPlan& plan, std::size_t strip, std::byte* scratch) noexcept;
 void quantize_strip_avx512_vnni(const PanelPlan& plan, std::size_t strip, std::byte* scratch) noexcept;
 
-// Strips [strip, strip_end) and at most kFastColumns columns from `column` on, to y.
+// Strips [strip, strip_end) times columns [column, column_end), which begins at a multiple of kFastColumns.
 struct FastBlock {
-    std::size_t strip, strip_end, column;
+    std::size_t strip, strip_end, column, column_end;
 };
-void multiply_panel_portable(const PanelPlan& plan, const FastBlock& part, std::byte* scratch) noexcept;
-void multiply_panel_avx2(const PanelPlan& plan, const FastBlock& part, std::byte* scratch) noexcept;
-void multiply_panel_avx_vnni(const PanelPlan& plan, const FastBlock& part, std::byte* scratch) noexcept;
-void multiply_panel_avx512_vnni(const PanelPlan& plan, const FastBlock& part, std::byte* scratch) noexcept;
-void multiply_panel_amx(const PanelPlan& plan, const FastBlock& part, std::byte* scratch) noexcept;
+
+// What one part needs while it runs, aligned to 64 bytes: a panel, which stays in the first-level cache, and sums,
+// which stay in the second.
+constexpr std::size_t kWorkspaceBytes = std::size_t{480} << 10;
+
+// Each writes its block of y. Only those that the compiler could build are defined.
+using MultiplyPanel = void(const PanelPlan& plan, const FastBlock& part, std::byte* scratch,
+                           std::byte* workspace) noexcept;
+MultiplyPanel multiply_panel_portable, multiply_panel_avx2, multiply_panel_avx_vnni, multiply_panel_avx512_vnni,
+    multiply_panel_amx;
 
 // Takes every format that has_fast_matmul (fast_matmul.h) knows; null where there is no such kernel for `set`.
 std::unique_ptr<ParallelWork> make_fast_panel(const GroupedQuantMatMul& product, InstructionSet set);

@@ -27,7 +27,7 @@ struct Workspace {
     alignas(64) float offsets[kPanelBlock / 16 * kFastColumns];
     std::size_t steps[kPanelBlock / 16];   // of 64 inputs, of each segment
     alignas(64) std::int32_t dots[2][4][kTileRows * kLanes];
-    alignas(64) float sums[(kFastRows + kStripRows) * kFastColumns];
+    alignas(64) float sums[kFastRows * kPartColumns + kStripRows * kFastColumns];   // [panel][row][column], nothing
 };
 
 // The dots of one segment in four tiles, two of rows by two of columns, and where they are to be added. Storing a
@@ -55,7 +55,8 @@ INTAGLIO_INLINE void add_tile(const Dots& from, std::size_t tile) {
             sum = _mm512_fmadd_ps(offset, _mm512_set1_ps(from.factors.sums[row + r]), sum);
         }
         const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(dot), scale);
-        _mm512_store_ps(sums + r * kFastColumns, _mm512_fmadd_ps(scaled, _mm512_set1_ps(from.factors.scales[row + r]), sum));
+        const __m512 x_scale = _mm512_set1_ps(from.factors.scales[row + r]);
+        _mm512_store_ps(sums + r * kFastColumns, _mm512_fmadd_ps(scaled, x_scale, sum));
     }
 }
 
@@ -142,9 +143,9 @@ void multiply_strip(const Workspace& space, std::size_t segments, const Strip st
 }
 
 // Strips of one height: nothing runs before, and all is added after.
-template <bool IsAdjusted, bool HasTwo, typename StripAt>
+template <bool IsAdjusted, bool HasTwo, typename StripAt, typename StoreStrip>
 INTAGLIO_INLINE void multiply_strips(Workspace& space, std::size_t segments, std::size_t first, std::size_t end,
-                                     const StripAt& strip_at) {
+                                     const StripAt& strip_at, const StoreStrip& store_strip) {
     if (first == end) return;
     std::memset(space.dots, 0, sizeof space.dots);
     _tile_zero(0);
@@ -152,11 +153,14 @@ INTAGLIO_INLINE void multiply_strips(Workspace& space, std::size_t segments, std
     _tile_zero(2);
     _tile_zero(3);
     const PanelPlan::Factors factors = strip_at(first).factors;
-    float* nowhere = space.sums + kFastRows * kFastColumns;
+    float* nowhere = space.sums + kFastRows * kPartColumns;
     Pipeline pipeline{{space.dots[0][0], factors, space.scales, space.offsets, nowhere},
                       {space.dots[1][0], factors, space.scales, space.offsets, nowhere}};
-    for (std::size_t i = first; i < end; ++i)
+    for (std::size_t i = first; i < end; ++i) {
         multiply_strip<IsAdjusted, HasTwo>(space, segments, strip_at(i), pipeline);
+        // What is pending now is all of this strip, since it has two pairs of columns.
+        if (i > first) store_strip(i - 1);
+    }
     constexpr std::size_t tiles = HasTwo ? 4 : 2;
     for (std::size_t tile = 0; tile < tiles; ++tile) add_tile<IsAdjusted>(pipeline.stored, tile);
     std::int32_t* to = pipeline.running.tiles;
@@ -165,6 +169,7 @@ INTAGLIO_INLINE void multiply_strips(Workspace& space, std::size_t segments, std
     _tile_stored(2, to + 2 * kTileRows * kLanes, 64);
     _tile_stored(3, to + 3 * kTileRows * kLanes, 64);
     for (std::size_t tile = 0; tile < tiles; ++tile) add_tile<IsAdjusted>(pipeline.running, tile);
+    store_strip(end - 1);
 }
 
 template <int Bits>
@@ -183,45 +188,59 @@ INTAGLIO_INLINE void decode_panel(const PanelPlan& plan, const PanelPlan::Block&
 }
 
 template <int Bits, bool IsAdjusted>
-void multiply_panel(const PanelPlan& plan, const FastBlock& part, std::byte* scratch) {
-    Workspace space;
+void multiply_panel(const PanelPlan& plan, const FastBlock& part, std::byte* scratch, Workspace& space) {
     const GroupedQuantMatMul& p = plan.product;
     const std::size_t first_row = plan.strip_begin(part.strip), rows = plan.strip_begin(part.strip_end) - first_row;
-    std::memset(space.sums, 0, rows * kFastColumns * sizeof(float));
+    const std::size_t panels = (part.column_end - part.column + kFastColumns - 1) / kFastColumns;
+    std::memset(space.sums, 0, sizeof(float) * rows * panels * kFastColumns);
     // Where groups do not fill their tiles, inputs of the panel meet zeros.
     std::memset(space.panel, 0, sizeof space.panel);
-    const std::size_t twos = rows / kStripRows;
+    const std::size_t twos = rows / kStripRows, strips = part.strip_end - part.strip;
     for (std::size_t index = 0; index < plan.blocks; ++index) {
         const PanelPlan::Block b = plan.block(index);
         for (std::size_t i = 0; i < b.segments; ++i) space.steps[i] = plan.segment(b.segment + i).length / 64;
-        decode_panel<Bits>(plan, b, part.column, space);
-        decode_scales(plan, b, p.scales, part.column, space.scales);
-        if (IsAdjusted) decode_offsets(plan, b, part.column, space.offsets);
+        float* sums = space.sums;
         const auto strip_at = [&](std::size_t i) {
             return Strip{plan.x_of(scratch, b, part.strip + i), plan.factors_of(scratch, b, part.strip + i),
-                         space.sums + i * kStripRows * kFastColumns};
+                         sums + i * kStripRows * kFastColumns};
         };
-        multiply_strips<IsAdjusted, true>(space, b.segments, 0, twos, strip_at);
-        multiply_strips<IsAdjusted, false>(space, b.segments, twos, part.strip_end - part.strip, strip_at);
+        // Later panels find the block's x in the second-level cache.
+        for (std::size_t column = part.column; column < part.column_end; column += kFastColumns) {
+            const auto store_strip = [&](std::size_t i) {
+                const std::size_t row = first_row + i * kStripRows;
+                if (index + 1 == plan.blocks)
+                    store_rows(p, sums + i * kStripRows * kFastColumns, row, smaller(row + kStripRows, p.M), column);
+            };
+            decode_panel<Bits>(plan, b, column, space);
+            decode_scales(plan, b, p.scales, column, space.scales);
+            if (IsAdjusted) decode_offsets(plan, b, column, space.offsets);
+            multiply_strips<IsAdjusted, true>(space, b.segments, 0, twos, strip_at, store_strip);
+            multiply_strips<IsAdjusted, false>(space, b.segments, twos, strips, strip_at, store_strip);
+            sums += rows * kFastColumns;
+        }
     }
-    store_rows(p, space.sums, first_row, smaller(first_row + rows, p.M), part.column);
+    _mm_sfence();
 }
 
 template <int Bits>
-INTAGLIO_INLINE void multiply_bits(const PanelPlan& plan, const FastBlock& part, std::byte* scratch) {
+INTAGLIO_INLINE void multiply_bits(const PanelPlan& plan, const FastBlock& part, std::byte* scratch,
+                                   Workspace& space) {
     if (has_offsets(plan.product) || plan.base != plan.product.zero_point)
-        multiply_panel<Bits, true>(plan, part, scratch);
+        multiply_panel<Bits, true>(plan, part, scratch, space);
     else
-        multiply_panel<Bits, false>(plan, part, scratch);
+        multiply_panel<Bits, false>(plan, part, scratch, space);
 }
 
 }  // namespace
 
-void INTAGLIO_FOR_ISA(multiply_panel)(const PanelPlan& plan, const FastBlock& part, std::byte* scratch) noexcept {
+void INTAGLIO_FOR_ISA(multiply_panel)(const PanelPlan& plan, const FastBlock& part, std::byte* scratch,
+                                      std::byte* workspace) noexcept {
+    static_assert(sizeof(Workspace) <= kWorkspaceBytes);
+    auto& space = *reinterpret_cast<Workspace*>(workspace);
     _tile_loadconfig(&kConfig);
-    if (plan.product.bits == 2) multiply_bits<2>(plan, part, scratch);
-    if (plan.product.bits == 4) multiply_bits<4>(plan, part, scratch);
-    if (plan.product.bits == 8) multiply_bits<8>(plan, part, scratch);
+    if (plan.product.bits == 2) multiply_bits<2>(plan, part, scratch, space);
+    if (plan.product.bits == 4) multiply_bits<4>(plan, part, scratch, space);
+    if (plan.product.bits == 8) multiply_bits<8>(plan, part, scratch, space);
     _tile_release();
 }
 

@@ -24,7 +24,7 @@ struct Workspace {
     alignas(64) std::uint8_t panel[kPanelBlock * kFastColumns];   // [k / 4][column][4]
     alignas(64) float scales[kPanelBlock / 16 * kFastColumns];    // [segment][column]
     alignas(64) float offsets[kPanelBlock / 16 * kFastColumns];
-    alignas(64) float sums[kFastRows * kFastColumns];
+    alignas(64) float sums[kFastRows * kPartColumns];   // [panel][row][column]
 };
 
 // The codes of four inputs, one a byte.
@@ -274,41 +274,50 @@ void multiply_strip(const PanelPlan& plan, const PanelPlan::Block& b, const Work
 }
 
 template <int Bits>
-void multiply_panel(const PanelPlan& plan, const FastBlock& part, std::byte* scratch) {
-    Workspace space;
+void multiply_panel(const PanelPlan& plan, const FastBlock& part, std::byte* scratch, Workspace& space) {
     const GroupedQuantMatMul& p = plan.product;
     const std::size_t first_row = plan.strip_begin(part.strip), rows = plan.strip_begin(part.strip_end) - first_row;
-    const std::size_t columns = smaller(kFastColumns, p.N - part.column);
     float offset;
     load_scales(p.offsets, 0, 1, p.scale_type, &offset);
     const bool has_offsets = p.offset_per_group || offset != 0;
     for (float& value : space.offsets) value = offset;
-    std::memset(space.sums, 0, rows * kFastColumns * sizeof(float));
+    const std::size_t panels = (part.column_end - part.column + kFastColumns - 1) / kFastColumns;
+    std::memset(space.sums, 0, sizeof(float) * rows * panels * kFastColumns);
     // Inputs that fill up a segment meet zeros.
     std::memset(space.panel, 0, sizeof space.panel);
     for (std::size_t index = 0; index < plan.blocks; ++index) {
         const PanelPlan::Block b = plan.block(index);
         const PanelPlan::Segment first = plan.segment(b.segment), last = plan.segment(b.segment + b.segments - 1);
-        decode_columns<Bits>(p, part.column, first.input, last.input + last.inputs - first.input, space.panel);
-        decode_scales(plan, b, p.scales, part.column, space.scales);
-        if (p.offset_per_group) decode_scales(plan, b, p.offsets, part.column, space.offsets);
-        for (std::size_t strip = part.strip; strip < part.strip_end; ++strip) {
-            const std::size_t row = plan.strip_begin(strip);
-            multiply_strip<Bits>(plan, b, space, plan.strip_begin(strip + 1) - row, plan.x_of(scratch, b, strip),
-                                 plan.factors_of(scratch, b, strip), has_offsets,
-                                 space.sums + (row - first_row) * kFastColumns);
+        float* sums = space.sums;
+        for (std::size_t column = part.column; column < part.column_end; column += kFastColumns) {
+            decode_columns<Bits>(p, column, first.input, last.input + last.inputs - first.input, space.panel);
+            decode_scales(plan, b, p.scales, column, space.scales);
+            if (p.offset_per_group) decode_scales(plan, b, p.offsets, column, space.offsets);
+            for (std::size_t strip = part.strip; strip < part.strip_end; ++strip) {
+                const std::size_t strip_rows = plan.strip_begin(strip + 1) - plan.strip_begin(strip);
+                multiply_strip<Bits>(plan, b, space, strip_rows, plan.x_of(scratch, b, strip),
+                                     plan.factors_of(scratch, b, strip), has_offsets, sums);
+                sums += strip_rows * kFastColumns;
+            }
         }
     }
-    for (std::size_t r = 0; r < rows; ++r)
-        std::memcpy(p.y + (first_row + r) * p.N + part.column, space.sums + r * kFastColumns, columns * sizeof(float));
+    const float* sums = space.sums;
+    for (std::size_t column = part.column; column < part.column_end; column += kFastColumns) {
+        const std::size_t columns = smaller(kFastColumns, p.N - column);
+        for (std::size_t r = 0; r < rows; ++r, sums += kFastColumns)
+            std::memcpy(p.y + (first_row + r) * p.N + column, sums, columns * sizeof(float));
+    }
 }
 
 }  // namespace
 
-void INTAGLIO_FOR_ISA(multiply_panel)(const PanelPlan& plan, const FastBlock& part, std::byte* scratch) noexcept {
-    if (plan.product.bits == 2) multiply_panel<2>(plan, part, scratch);
-    if (plan.product.bits == 4) multiply_panel<4>(plan, part, scratch);
-    if (plan.product.bits == 8) multiply_panel<8>(plan, part, scratch);
+void INTAGLIO_FOR_ISA(multiply_panel)(const PanelPlan& plan, const FastBlock& part, std::byte* scratch,
+                                      std::byte* workspace) noexcept {
+    static_assert(sizeof(Workspace) <= kWorkspaceBytes);
+    auto& space = *reinterpret_cast<Workspace*>(workspace);
+    if (plan.product.bits == 2) multiply_panel<2>(plan, part, scratch, space);
+    if (plan.product.bits == 4) multiply_panel<4>(plan, part, scratch, space);
+    if (plan.product.bits == 8) multiply_panel<8>(plan, part, scratch, space);
 }
 
 }  // namespace intaglio

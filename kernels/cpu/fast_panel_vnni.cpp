@@ -14,7 +14,7 @@ struct Workspace {
     alignas(64) std::uint8_t panel[kPanelBlock * kFastColumns];
     alignas(64) float scales[kPanelBlock / 16 * kFastColumns];
     alignas(64) float offsets[kPanelBlock / 16 * kFastColumns];
-    alignas(64) float sums[(kFastRows + 8) * kFastColumns];
+    alignas(64) float sums[kFastRows * kPartColumns];   // [panel][row][column]
 };
 
 // Written in assembly because compilers keep such sums in memory otherwise.
@@ -66,7 +66,8 @@ INTAGLIO_INLINE void multiply_strip(const PanelPlan& plan, const PanelPlan::Bloc
                 float* to = sums + r * kFastColumns + c * kLanes;
                 __m512 sum = _mm512_load_ps(to);
                 if constexpr (HasOffsets)
-                    sum = _mm512_fmadd_ps(_mm512_load_ps(offsets + c * kLanes), _mm512_set1_ps(strip.factors.sums[r]), sum);
+                    sum = _mm512_fmadd_ps(_mm512_load_ps(offsets + c * kLanes),
+                                          _mm512_set1_ps(strip.factors.sums[r]), sum);
                 const __m512 scaled =
                     _mm512_mul_ps(_mm512_cvtepi32_ps(dots[r][c]), _mm512_load_ps(scales + c * kLanes));
                 _mm512_store_ps(to, _mm512_fmadd_ps(scaled, _mm512_set1_ps(strip.factors.scales[r]), sum));
@@ -94,38 +95,47 @@ void multiply_strip(const PanelPlan& plan, const PanelPlan::Block& b, const Work
 }
 
 template <int Bits>
-void multiply_panel(const PanelPlan& plan, const FastBlock& part, std::byte* scratch) {
-    Workspace space;
+void multiply_panel(const PanelPlan& plan, const FastBlock& part, std::byte* scratch, Workspace& space) {
     const GroupedQuantMatMul& p = plan.product;
     const bool offsets = has_offsets(p);
-    const std::size_t first_row = plan.strip_begin(part.strip), rows = plan.strip_begin(part.strip_end) - first_row;
-    std::memset(space.sums, 0, rows * kFastColumns * sizeof(float));
+    const std::size_t rows = plan.strip_begin(part.strip_end) - plan.strip_begin(part.strip);
+    const std::size_t panels = (part.column_end - part.column + kFastColumns - 1) / kFastColumns;
+    std::memset(space.sums, 0, sizeof(float) * rows * panels * kFastColumns);
     for (std::size_t index = 0; index < plan.blocks; ++index) {
         const PanelPlan::Block b = plan.block(index);
-        for (std::size_t c = 0; c < kVectors; ++c)
-            decode_columns<Bits>(p, plan.base, part.column + c * kLanes, plan.segment(b.segment).input, b.length,
-                                 space.panel + c * 64, kQuadBytes);
-        decode_scales(plan, b, p.scales, part.column, space.scales);
-        if (offsets) decode_offsets(plan, b, part.column, space.offsets);
-        for (std::size_t strip = part.strip; strip < part.strip_end; ++strip) {
-            const Strip x{plan.x_of(scratch, b, strip), plan.factors_of(scratch, b, strip)};
-            const std::size_t row = plan.strip_begin(strip), row_end = plan.strip_begin(strip + 1);
-            float* sums = space.sums + (row - first_row) * kFastColumns;
-            if (offsets)
-                multiply_strip<true>(plan, b, space, row_end - row, x, sums);
-            else
-                multiply_strip<false>(plan, b, space, row_end - row, x, sums);
+        float* sums = space.sums;
+        // Later panels find the block's x in the second-level cache.
+        for (std::size_t column = part.column; column < part.column_end; column += kFastColumns) {
+            for (std::size_t c = 0; c < kVectors; ++c)
+                decode_columns<Bits>(p, plan.base, column + c * kLanes, plan.segment(b.segment).input, b.length,
+                                     space.panel + c * 64, kQuadBytes);
+            decode_scales(plan, b, p.scales, column, space.scales);
+            if (offsets) decode_offsets(plan, b, column, space.offsets);
+            for (std::size_t strip = part.strip; strip < part.strip_end; ++strip) {
+                const Strip x{plan.x_of(scratch, b, strip), plan.factors_of(scratch, b, strip)};
+                const std::size_t strip_rows = plan.strip_begin(strip + 1) - plan.strip_begin(strip);
+                if (offsets)
+                    multiply_strip<true>(plan, b, space, strip_rows, x, sums);
+                else
+                    multiply_strip<false>(plan, b, space, strip_rows, x, sums);
+                if (index + 1 == plan.blocks)
+                    store_rows(p, sums, plan.strip_begin(strip), plan.strip_begin(strip + 1), column);
+                sums += strip_rows * kFastColumns;
+            }
         }
     }
-    store_rows(p, space.sums, first_row, first_row + rows, part.column);
+    _mm_sfence();
 }
 
 }  // namespace
 
-void INTAGLIO_FOR_ISA(multiply_panel)(const PanelPlan& plan, const FastBlock& part, std::byte* scratch) noexcept {
-    if (plan.product.bits == 2) multiply_panel<2>(plan, part, scratch);
-    if (plan.product.bits == 4) multiply_panel<4>(plan, part, scratch);
-    if (plan.product.bits == 8) multiply_panel<8>(plan, part, scratch);
+void INTAGLIO_FOR_ISA(multiply_panel)(const PanelPlan& plan, const FastBlock& part, std::byte* scratch,
+                                      std::byte* workspace) noexcept {
+    static_assert(sizeof(Workspace) <= kWorkspaceBytes);
+    auto& space = *reinterpret_cast<Workspace*>(workspace);
+    if (plan.product.bits == 2) multiply_panel<2>(plan, part, scratch, space);
+    if (plan.product.bits == 4) multiply_panel<4>(plan, part, scratch, space);
+    if (plan.product.bits == 8) multiply_panel<8>(plan, part, scratch, space);
 }
 
 }  // namespace intaglio

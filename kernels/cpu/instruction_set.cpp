@@ -50,7 +50,8 @@ namespace {
         constexpr long request_permission = 0x1023, tile_data = 18;
         return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
     }();
-    return has && has_avx512() && __builtin_cpu_supports("avx512vnni") && has_in_leaf_7_1(kAvx512Bfloat16Bit);
+    return has && has_avx512() && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi") &&
+           has_in_leaf_7_1(kAvx512Bfloat16Bit);
 #else
     return false;
 #endif
