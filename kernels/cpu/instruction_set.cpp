@@ -26,18 +26,19 @@ namespace {
            __builtin_cpu_supports("fma");
 }
 
-// Half precision is asked of the processor itself, as not all compilers know its name; all that have AVX2 have it.
+// What compilers of ten years do not all know by name is asked of the processor itself.
 [[maybe_unused]] bool has_avx2() {
     unsigned a = 0, b = 0, c = 0, d = 0;
+    constexpr unsigned half_precision = 29;
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &a, &b, &c, &d) &&
-           (c >> 29 & 1);
+           (c >> half_precision & 1);
 }
 
-// AVX-VNNI is asked of the processor itself: compilers of ten years do not all know its name.
-[[maybe_unused]] bool has_avx_vnni() {
+[[maybe_unused]] bool has_in_leaf_7_1(unsigned bit) {
     unsigned a = 0, b = 0, c = 0, d = 0;
-    return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> bit & 1);
 }
+constexpr unsigned kAvxVnniBit = 4, kAvx512Bfloat16Bit = 5;
 
 // Linux gives tiles to processes that ask; asked once, before any thread uses them.
 [[maybe_unused]] bool has_amx() {
