@@ -47,3 +47,11 @@ def test_two_halves_of_one_gate() -> None:
     a = graph.product(graph["x"], 32, "a")
     model = graph.model(y=graph.op.Mul(graph.op.Mul(a, graph.op.Sigmoid(a)), a))
     check_untouched(model, FuseGatesPass)
+
+
+def test_a_gate_that_another_node_reads_stays() -> None:
+    graph = Graph({"x": ["tokens", 64]})
+    gate, up = graph.product(graph["x"], 32, "gate"), graph.product(graph["x"], 32, "up")
+    silu = graph.op.Mul(gate, graph.op.Sigmoid(gate))
+    model = graph.model(y=graph.op.Mul(silu, up), read=graph.op.Relu(gate))
+    check_untouched(model, FuseGatesPass)

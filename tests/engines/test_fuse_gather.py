@@ -65,3 +65,11 @@ def test_a_whole_table_stays() -> None:
     graph = Graph({"x": ["tokens", 64]})
     weight = graph.op.GroupedQuantDequantize(*graph.table(20, 64, "table"), **vars(FORM), _domain=DOMAIN)
     check_untouched(graph.model(y=graph.op.MatMul(weight, graph["x"])), FuseGatherPass)
+
+
+def test_codes_and_scales_of_different_rows_stay() -> None:
+    graph = Graph({"ids": ["tokens"], "others": ["tokens"]}, dict.fromkeys(("ids", "others"), ir.DataType.INT64))
+    op = graph.op
+    codes, scales, offsets = graph.table(20, 64, "table")
+    gathered = [op.Gather(codes, graph["ids"]), op.Gather(scales, graph["others"]), op.Gather(offsets, graph["ids"])]
+    check_untouched(graph.model(y=op.GroupedQuantDequantize(*gathered, **vars(FORM), _domain=DOMAIN)), FuseGatherPass)

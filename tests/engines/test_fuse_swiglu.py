@@ -55,3 +55,11 @@ def test_other_joints_stay(model: ir.Model) -> None:
 )
 def test_what_does_not_fit_stays(model: ir.Model) -> None:
     check_untouched(model, FuseSwiGLUPass)
+
+
+def test_a_gate_that_another_node_reads_stays() -> None:
+    graph = Graph({"rows": ["tokens", 64]})
+    gate, up = graph.op.Split(graph["rows"], num_outputs=2, axis=-1, _outputs=2)
+    silu = graph.op.Mul(gate, graph.op.Sigmoid(gate))
+    model = graph.model(y=graph.op.Mul(silu, up), read=graph.op.Relu(gate))
+    check_untouched(model, FuseSwiGLUPass)
