@@ -1,10 +1,10 @@
-// Scaled dot-product attention, softmax(scale * query key^T + mask) value, in blocks of keys: scores are never held
-// whole (https://arxiv.org/abs/2205.14135).
+// Scaled dot-product attention, softmax(scale * query key^T + mask) value, in blocks of keys: scores are never
+// held whole (https://arxiv.org/abs/2205.14135).
 //
-// A masked score is minus infinity, whatever its key holds. A row whose scores are all minus infinity gives zeros, as
-// onnxruntime's Attention and torch do. A NaN in a query or its mask stays in that row. Results do not depend on the
-// number of threads. Legend: B batch, H query heads, K key heads (H is a multiple of K), S queries, T keys, D numbers of
-// a query and of a key, E of a value.
+// A masked score is minus infinity, whatever its key holds. A row whose scores are all minus infinity gives
+// zeros, as onnxruntime's Attention and torch do. A NaN in a query or its mask stays in that row. Results do
+// not depend on the number of threads. Legend: B batch, H query heads, K key heads (H is a multiple of K), S
+// queries, T keys, D numbers of a query and of a key, E of a value.
 #pragma once
 
 #include <cstddef>
@@ -23,8 +23,8 @@ struct HeadRows {
     const float* at(std::size_t b, std::size_t h, std::size_t r) const { return data + b * batch + h * head + r * row; }
 };
 
-// Rotary embedding of the first 2 * pairs numbers of a head: halves, or neighbours where it is interleaved. A null
-// cos stands for none. Strides in elements.
+// Rotary embedding of the first 2 * pairs numbers of a head: halves, or neighbours where it is interleaved. A
+// null cos stands for none. Strides in elements.
 struct Rotary {
     const float* cos = nullptr;
     const float* sin = nullptr;
@@ -32,8 +32,8 @@ struct Rotary {
     bool is_interleaved = false;
 };
 
-// Either `visible`, bytes that are 0 where a query does not see a key, or `bias`, which is added to the scaled scores,
-// or neither. Strides in elements, 0 where the mask is broadcast.
+// Either `visible`, bytes that are 0 where a query does not see a key, or `bias`, which is added to the scaled
+// scores, or neither. Strides in elements, 0 where the mask is broadcast.
 struct AttentionMask {
     const std::uint8_t* visible = nullptr;
     const float* bias = nullptr;
@@ -66,9 +66,9 @@ void attend_tiles_portable(const Attention& attention, const AttentionRows& rows
 void attend_tiles_avx2(const Attention& attention, const AttentionRows& rows, float* memory) noexcept;
 void attend_tiles_avx512(const Attention& attention, const AttentionRows& rows, float* memory) noexcept;
 
-// Few rows (text generation): bound by reading keys and values once. A part is kSplitKeys keys of all rows of a key
-// head, and leaves for each row the largest score, the sum of the exponentials and E sums of values at `partial`, which
-// the last step adds up in order.
+// Few rows (text generation): bound by reading keys and values once. A part is kSplitKeys keys of all rows of a
+// key head, and leaves for each row the largest score, the sum of the exponentials and E sums of values at
+// `partial`, which the last step adds up in order.
 constexpr std::size_t kFewRows = 8, kSplitKeys = 256;
 
 void attend_split_portable(const Attention& attention, const AttentionRows& rows, std::size_t split,

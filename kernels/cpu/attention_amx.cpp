@@ -1,8 +1,8 @@
 // Attention with products of 8-bit digits, see attention_digits.h. Compiled for AMX only.
 //
-// Lanes are rows (queries), as in attention_tile.cpp: scores^T = keys queries^T and sums^T = values^T weights. The left
-// factor of a product lies in tiles of rows, the right one as four bytes for each of 16 lanes, which is how weights come
-// out of the softmax.
+// Lanes are rows (queries), as in attention_tile.cpp: scores^T = keys queries^T and sums^T = values^T weights.
+// The left factor of a product lies in tiles of rows, the right one as four bytes for each of 16 lanes, which
+// is how weights come out of the softmax.
 
 #include "attention_digits.h"
 
@@ -87,7 +87,8 @@ INTAGLIO_INLINE bool row_scale(float* row, std::size_t count, float& scale, floa
     return takes_digits<Digits>(_mm512_set1_ps(largest), _mm512_set1_ps(mean)) & 1;
 }
 
-// Digits of a row, `count` numbers from `row`: those of digit d at to + d * digit_stride, kStep numbers every step_stride.
+// Digits of a row, `count` numbers from `row`: those of digit d at to + d * digit_stride, kStep numbers every
+// step_stride.
 template <std::size_t Digits>
 INTAGLIO_INLINE void row_digits(const float* row, std::size_t count, float inverse, std::uint8_t* to,
                                 std::size_t digit_stride, std::size_t step_stride) {
@@ -110,8 +111,9 @@ INTAGLIO_INLINE void transpose(const std::uint8_t* from, std::size_t stride, std
         _mm512_storeu_si512(to + i * 64, _mm512_i32gather_epi32(places, from + i * 4, 1));
 }
 
-// Sums of products of digits whose places add up alike. Of scores, those with places beyond the last digit's are left
-// out; of values one more is kept, since the digits of a small weight are as large as those of a large one.
+// Sums of products of digits whose places add up alike. Of scores, those with places beyond the last digit's
+// are left out; of values one more is kept, since the digits of a small weight are as large as those of a large
+// one.
 template <std::size_t Digits>
 constexpr std::size_t kScoreSums = Digits;
 template <std::size_t Digits>
@@ -256,8 +258,9 @@ const TileConfig kTileConfig;
         else _tile_dpbssd(sum, left, right);                               \
     } while (0)
 
-// Tiles [steps, Digits] times tiles [steps, kGroups, Digits], to products [kGroups, kMaxSums, 16, 16]: registers 0 to 2
-// add those of the first 16 lanes, 3 to 5 those of the others, 6 has a digit of the left factor, 7 one of the right.
+// Tiles [steps, Digits] times tiles [steps, kGroups, Digits], to products [kGroups, kMaxSums, 16, 16]:
+// registers 0 to 2 add those of the first 16 lanes, 3 to 5 those of the others, 6 has a digit of the left
+// factor, 7 one of the right.
 #define INTAGLIO_ADD_DIGITS(low, high, d)                                  \
     do {                                                                   \
         _tile_loadd(7, right + (d) * kTileBytes, 64);                      \
@@ -300,8 +303,8 @@ INTAGLIO_INLINE void multiply_tiles(const std::uint8_t* left, const std::uint8_t
 }
 #undef INTAGLIO_ADD_DIGITS
 
-// The same with eight products of three digits and 16 lanes at a time: registers 0 to 3 add, 4 to 6 have the digits of
-// the right factor, 7 one of the left.
+// The same with eight products of three digits and 16 lanes at a time: registers 0 to 3 add, 4 to 6 have the
+// digits of the right factor, 7 one of the left.
 template <bool IsUnsigned>
 INTAGLIO_INLINE void multiply_tiles_closely(const std::uint8_t* left, const std::uint8_t* right, std::size_t steps,
                                             std::int32_t* products) {

@@ -1,6 +1,7 @@
 // What the kernels of attention are made of. Compiled once for each instruction set (for_isa.h).
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -20,7 +21,7 @@ constexpr std::size_t kWidth = 4;
 using Lanes = Vector<kWidth>;
 
 constexpr float kLowest = -3.402823466e38f;
-constexpr float kHidden = -__builtin_huge_valf();
+constexpr float kHidden = -HUGE_VALF;
 
 // Rounded once where the target has such an instruction.
 INTAGLIO_INLINE void add_fused(Lanes& sum, const Lanes& a, const Lanes& b) {
@@ -35,8 +36,8 @@ INTAGLIO_INLINE void add_fused(Lanes& sum, const Lanes& a, const Lanes& b) {
 #endif
 }
 
-// e^x for x <= 0 by x = n ln 2 + r and a polynomial of degree 6 in r, at most 2 units in the last place off. What is
-// not a normal number may become 0, NaN stays NaN.
+// e^x for x <= 0 by x = n ln 2 + r and a polynomial of degree 6 in r, at most 2 units in the last place off.
+// What is not a normal number may become 0, NaN stays NaN.
 constexpr float kLog2E = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
 constexpr float kExp2 = 0.49999994f, kExp3 = 0.16666521f, kExp4 = 0.041668389f, kExp5 = 8.3687166e-3f,
                 kExp6 = 1.38145988e-3f;

@@ -1,10 +1,10 @@
 // Attention with products of 8-bit digits on AMX: the accuracy of float32, and a faster one.
 //
-// A row of numbers becomes integers of 24 (or 16) bits over its largest magnitude, and these signed digits of 8 bits.
-// Products of digits are added exactly, those whose places add up alike in one sum; places below the last digit's are
-// left out (https://arxiv.org/abs/2306.11975 does this for float64). Three digits take six products, and are as close
-// as float32 where no number is much larger than the mean magnitude of its row; others take the kernel of
-// attention_tile.cpp, rows that are not finite too. Legend: attention.h.
+// A row of numbers becomes integers of 24 (or 16) bits over its largest magnitude, and these signed digits of 8
+// bits. Products of digits are added exactly, those whose places add up alike in one sum; places below the last
+// digit's are left out (https://arxiv.org/abs/2306.11975 does this for float64). Three digits take six
+// products, and are as close as float32 where no number is much larger than the mean magnitude of its row;
+// others take the kernel of attention_tile.cpp, rows that are not finite too. Legend: attention.h.
 #pragma once
 
 #include "attention.h"
@@ -22,9 +22,9 @@ struct DigitsLayout {
     std::size_t key_steps;    // tiles along D, 64 numbers each
     std::size_t value_tiles;  // along E, 16 numbers each
     std::size_t blocks;       // of kDigitKeys keys
-    // Bytes from the start of the head: a flag for each block (1: these do not take digits), scales of the keys, scales
-    // of the values of each block, tiles [T / 16, key_steps, digits] of keys and [blocks, value_tiles, keys / 64,
-    // digits] of values.
+    // Bytes from the start of the head: a flag for each block (1: these do not take digits), scales of the
+    // keys, scales of the values of each block, tiles [T / 16, key_steps, digits] of keys and [blocks,
+    // value_tiles, keys / 64, digits] of values.
     std::size_t key_scales, value_scales, key_tiles, value_tiles_at, bytes;
 };
 

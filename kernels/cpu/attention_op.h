@@ -1,18 +1,19 @@
 // The op FusedAttention: ONNX's Attention with what usually stands around it. Checks its inputs, appends to the
 // key-value cache and attends.
 //
-// Inputs query, key, value, mask, past_key, past_value, cos, sin; those after value are optional. Outputs attended,
-// present_key, present_value. All float32, but for a boolean mask.
-// - query, key and value are [B, S, width], or of rank 4: [B, heads, S, head] with the attribute query_heads_first (and
-//   so on) and [B, S, heads, head] without. A width may be larger than the heads: the attributes query_offset and so on
-//   say where they begin, head_size and value_head_size how wide they are.
+// Inputs query, key, value, mask, past_key, past_value, cos, sin; those after value are optional. Outputs
+// attended, present_key, present_value. All float32, but for a boolean mask.
+// - query, key and value are [B, S, width], or of rank 4: [B, heads, S, head] with the attribute
+//   query_heads_first (and so on) and [B, S, heads, head] without. A width may be larger than the heads: the
+//   attributes query_offset and so on say where they begin, head_size and value_head_size how wide they are.
 // - attended is [B, S, H * E], or [B, H, S, E] with output_heads_first.
-// - mask, boolean or added to the scores, is broadcast to [B, H, S, T]. is_causal lets a query see the keys up to its
-//   own position, counted after the past.
+// - mask, boolean or added to the scores, is broadcast to [B, H, S, T]. is_causal lets a query see the keys up
+//   to its own position, counted after the past.
 // - cos, sin [B, S, pairs] rotate query and key as ONNX's RotaryEmbedding does, with its attribute interleaved.
-// - past_key, past_value [B, K, P, ...] come before key and value; present_key, present_value hold both. With a mask, its
-//   keys less the new ones are how much of the past is filled. Where that is less than P, there must be room for the new
-//   ones, and present has the shape of past. A present that is given past's own memory is appended to in place.
+// - past_key, past_value [B, K, P, ...] come before key and value; present_key, present_value hold both. With a
+//   mask, its keys less the new ones are how much of the past is filled. Where that is less than P, there must
+//   be room for the new ones, and present has the shape of past. A present that is given past's own memory is
+//   appended to in place.
 #pragma once
 
 #include "attention.h"

@@ -59,8 +59,8 @@ INTAGLIO_INLINE std::uint32_t low_bits(std::size_t count) {
     return count >= kWordKeys ? ~std::uint32_t{0} : (std::uint32_t{1} << count) - 1;
 }
 
-// Which keys [key, key + count) the rows of a tile see: words [count / 32, kLanes], a bit a key. The words are written
-// only where not all is seen.
+// Which keys [key, key + count) the rows of a tile see: words [count / 32, kLanes], a bit a key. The words are
+// written only where not all is seen.
 template <std::size_t kLanes>
 INTAGLIO_INLINE Seen load_seen(const Tile<kLanes>& tile, std::size_t key, std::size_t count, std::uint32_t* words) {
     const Attention& a = tile.a;

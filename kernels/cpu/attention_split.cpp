@@ -93,7 +93,8 @@ INTAGLIO_INLINE void score_keys(const float* queries, std::size_t stride, const 
 template <std::size_t Rows>
 INTAGLIO_INLINE void score(const float* queries, std::size_t stride, const float* keys, std::size_t key_row,
                            std::size_t count, std::size_t D, float* scores) {
-    // Some of a key's sums are added in another order than those of the last keys, which depends on count alone.
+    // Some of a key's sums are added in another order than those of the last keys, which depends on count
+    // alone.
     std::size_t k = 0;
     for (; k + 4 <= count; k += 4) score_keys<Rows, 4>(queries, stride, keys + k * key_row, key_row, D, scores + k);
     for (; k < count; ++k) score_keys<Rows, 1>(queries, stride, keys + k * key_row, key_row, D, scores + k);

@@ -1,16 +1,16 @@
 // Attention of many rows, compiled once for each instruction set.
 //
-// Lanes are rows (queries): scores lie as [keys, lanes], sums of values as [E, lanes], and each product is a number of a
-// key or a value times a vector of rows. So keys and values are read as they are, for any D and E, and the softmax needs
-// nothing across lanes. Legend: attention.h.
+// Lanes are rows (queries): scores lie as [keys, lanes], sums of values as [E, lanes], and each product is a
+// number of a key or a value times a vector of rows. So keys and values are read as they are, for any D and E,
+// and the softmax needs nothing across lanes. Legend: attention.h.
 
 #include "attention_rows.h"
 
 namespace intaglio {
 namespace {
 
-// A tile of kRows keys (or numbers of a value) and kVectors vectors of rows: its sums, one vector of rows and a number
-// must fit the registers, 32 with AVX-512 and NEON, else 16.
+// A tile of kRows keys (or numbers of a value) and kVectors vectors of rows: its sums, one vector of rows and a
+// number must fit the registers, 32 with AVX-512 and NEON, else 16.
 #if defined(__AVX512F__)
 constexpr std::size_t kRows = 8, kVectors = 3;
 #elif defined(__AVX2__)
@@ -28,7 +28,8 @@ constexpr std::size_t kSpare = 16;
 
 constexpr std::size_t kPartLanes = kTileQueries * kPartTiles;
 
-// The memory of a part. Each of its tiles has kLanes rows; tile t of any array starts at t * kLanes times its height.
+// The memory of a part. Each of its tiles has kLanes rows; tile t of any array starts at t * kLanes times its
+// height.
 struct Memory {
     float *queries, *sums;          // [D, kLanes] and [E, kLanes] a tile
     float *largest, *weights;       // [kLanes] a tile: the largest score, the sum of the exponentials

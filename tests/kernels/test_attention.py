@@ -133,17 +133,17 @@ def test_every_size_matches_the_float64_definition(sizes: tuple[int, ...], instr
         assert relative_l2(found, wanted) <= bound, attributes
 
 
-@pytest.mark.parametrize("sizes", [(1, 6, 2, 96, 640, 128, 128), (1, 4, 4, 1, 300, 64, 64)], ids=["many", "one"])
+@pytest.mark.parametrize("sizes", [(1, 2, 1, 96, 4096, 128, 128), (1, 4, 4, 1, 300, 64, 64)], ids=["many", "one"])
 def test_torch_is_not_closer(sizes: tuple[int, ...], instruction_set: str) -> None:
     """Sharp distributions too: their scores are larger, and so is their rounding."""
-    for sharpness in (1, 4):
+    for sharpness in (1, 3):
         feeds = random_feeds(1, *sizes)
         feeds["query"] *= np.float32(sharpness)
         tensors = [torch.from_numpy(feeds[name]) for name in ("query", "key", "value")]
         with torch.no_grad():
             theirs = torch.nn.functional.scaled_dot_product_attention(*tensors, enable_gqa=True).numpy()
         expected = reference(feeds)
-        assert relative_l2(attend(feeds), expected) <= 2 * relative_l2(theirs, expected) + 1e-7
+        assert relative_l2(attend(feeds), expected) <= 1.5 * relative_l2(theirs, expected) + 1e-7
 
 
 MASKS = [(130, 515), (1, 515), (130, 1), (1, 1), (1, 130, 515), (4, 130, 515), (2, 1, 130, 515), (2, 4, 1, 515), (515,)]

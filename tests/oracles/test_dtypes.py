@@ -244,9 +244,10 @@ def test_the_report_says_what_runs(case: Case) -> None:
     # Copied whole are the matrices, the tied head's too; norms are where the whole graph is widened.
     copied = [p for n, p in parameters.items() if case.dtype == "bfloat16" or "norm" not in n]
     assert report.widened_bytes == 4 * sum(p.numel() for p in copied)
-    # Weights are cast at load: a run transposes heads only, and casts at most the inputs and outputs of an op.
+    # Weights are cast at load: a run transposes heads only, and these where attention is onnxruntime's own; it casts
+    # at most the inputs and outputs of an op.
     layers = case.oracle.config.num_hidden_layers
-    assert report.operators["Transpose"] == 4 * layers
+    assert report.operators.get("Transpose", 0) == (4 * layers if case.dtype == "float16" else 0)
     assert (report.operators["Cast"] < 8) == (case.dtype == "bfloat16")
 
 
