@@ -271,11 +271,16 @@ void multiply_columns(const GroupedQuantMatMul& p, const Layout& layout, const s
 }
 
 // Rows of the weight that stay in the first-level cache while up to four rows of x at a time meet each.
-constexpr std::size_t kColumns = 4;
+[[maybe_unused]] constexpr std::size_t kColumns = 4;
 
 template <int Bits, bool IsPacked>
 void multiply_rows(const GroupedQuantMatMul& p, const Layout& layout, const std::byte* activations,
                    std::size_t column, std::size_t column_end) {
+#if defined(INTAGLIO_NO_VECTORS)
+    // Without vector registers a tile saves nothing, and takes the compiler a minute.
+    for (std::size_t row = 0; row < p.M; ++row)
+        multiply_columns<Bits, 1, 1, IsPacked>(p, layout, activations, row, column, column_end);
+#else
     if (p.M == 1) return multiply_columns<Bits, 1, 4, IsPacked>(p, layout, activations, 0, column, column_end);
     for (; column < column_end; column += kColumns) {
         const std::size_t end = smaller(column + kColumns, column_end);
@@ -288,6 +293,7 @@ void multiply_rows(const GroupedQuantMatMul& p, const Layout& layout, const std:
         }
         if (row < p.M) multiply_columns<Bits, 1, 4, IsPacked>(p, layout, activations, row, column, end);
     }
+#endif
 }
 
 template <int Bits>

@@ -312,6 +312,7 @@ INTAGLIO_INLINE Floats spread(Floats scales, Pattern pattern) {
 
 #else
 
+#define INTAGLIO_NO_VECTORS 1
 constexpr std::size_t kBytes = 16, kLanes = 4;
 struct Bytes {
     std::uint8_t v[kBytes];
