@@ -32,16 +32,20 @@ class KeyValueCache:
         self.binding: Any = None
 
     def reserve(self, tokens: int) -> bool:
-        """Makes room for ``tokens`` more; whether the buffers have changed their place."""
-        if self._buffers and self.length + tokens <= self.capacity:
-            return False
+        """Makes room for ``tokens`` more; whether the buffers have to be bound again.
+
+        Interrupted or out of memory, the cache holds what it held, and the next call begins anew.
+        """
         needed = self.length + tokens
+        if needed <= self.capacity:
+            return self.binding is None
         # It would keep the buffers that are replaced.
         self.binding = None
         # Never just as long as what is filled: that is how an ordinary past looks.
-        self.capacity = max(needed, min(max(_GROWTH * needed, _LEAST_CAPACITY), self._longest))
+        capacity = max(needed, min(max(_GROWTH * needed, _LEAST_CAPACITY), self._longest))
+        self.capacity = 0
         for tensor in self._tensors:
-            sizes = {"batch": self.batch, "past_sequence": self.capacity}
+            sizes = {"batch": self.batch, "past_sequence": capacity}
             assert tensor.shape is not None
             buffer_BKCE = np.empty([n if isinstance(n, int) else sizes[n] for n in tensor.shape], tensor.dtype)
             if self.length:
@@ -49,6 +53,7 @@ class KeyValueCache:
             self._buffers[tensor.name] = buffer_BKCE
             # Of the same memory.
             self.values[tensor.name] = self._ort.OrtValue.ortvalue_from_numpy(buffer_BKCE)
+        self.capacity = capacity
         return True
 
     def past(self, name: str) -> np.ndarray:

@@ -106,10 +106,11 @@ class CpuSession:
         tokens = feeds["input_ids"].shape[1]
         try:
             if cache.reserve(tokens):
-                cache.binding = self._session.io_binding()
+                binding = self._session.io_binding()
                 for name, value in cache.values.items():
-                    cache.binding.bind_ortvalue_input(name, value)
-                    cache.binding.bind_ortvalue_output(name.replace(_PAST, "present.", 1), value)
+                    binding.bind_ortvalue_input(name, value)
+                    binding.bind_ortvalue_output(name.replace(_PAST, "present.", 1), value)
+                cache.binding = binding
             binding = cache.binding
             # A binding does not keep what it is given.
             values = {name: self._ort.OrtValue.ortvalue_from_numpy(feed) for name, feed in feeds.items()}
@@ -151,7 +152,7 @@ class CpuSession:
         return {name: value if name in resident else value.numpy() for name, value in zip(names, results, strict=True)}
 
     def _failed(self, error: Exception) -> EngineError:
-        if any(sign in str(error) for sign in _OUT_OF_MEMORY):
+        if isinstance(error, MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY):
             return EngineError(
                 f"{self.name}: there is not enough memory for these sizes; make them smaller, or give a memory "
                 "budget, which says what is needed"

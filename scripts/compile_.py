@@ -56,7 +56,7 @@ def print_report(report: Report) -> None:
             human_bytes(stage.weight_bytes),
             stage.bits_per_weight,
             f"{stage.attention_fused} of {stage.attention_total}",
-            ", ".join(f"{op} x{n}" for op, n in {**stage.fallbacks, **stage.exact_products}.items()) or "none",
+            ", ".join(f"{op} x{n}" for op, n in stage.fallbacks.items()) or "none",
             "cached" if stage.from_cache else f"{stage.seconds:.1f}",
             human_bytes(stage.peak_rss_bytes),
         )
@@ -73,7 +73,12 @@ def print_report(report: Report) -> None:
         "seconds",
         "peak",
     )
-    print_table(f"engine for {report.target} ({report.compiler})", columns, rows)
+    sets = {stage.instruction_set for stage in report.stages.values()} - {""}
+    kernels = f"; kernels for {', '.join(sorted(sets))}" if sets else ""
+    print_table(f"engine for {report.target} ({report.compiler}{kernels})", columns, rows)
+    exact = [(name, *kind) for name, stage in report.stages.items() for kind in stage.exact_products.items()]
+    if exact:
+        print_table("\nexact for want of a fast kernel", ("stage", "weights", "products"), exact)
     trials = [
         (name, ", ".join(f"{dim}={size}" for dim, size in stage.trial_sizes.items()), "; ".join(stage.notes))
         for name, stage in report.stages.items()

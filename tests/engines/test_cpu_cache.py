@@ -12,7 +12,7 @@ import tiny_checkpoint
 import intaglio
 from intaglio.engines import cpu_cache
 from intaglio.engines.engine import open_engine
-from intaglio.errors import InputError
+from intaglio.errors import EngineError, InputError
 from intaglio.runtimes.decoding import Decoding
 
 
@@ -122,6 +122,33 @@ def test_a_refused_run_leaves_the_cache_as_it_was(session: Any) -> None:
     assert cache.length == 3
     found = session.run_with_cache(step, ["logits"], cache)["logits"][:, -1]
     np.testing.assert_allclose(found, whole_run(session, [[1, 2, 3, 4]]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 3])
+def test_growth_that_fails_half_way_loses_nothing(session: Any, fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_cache, "_LEAST_CAPACITY", 4)
+    cache = session.new_cache(1)
+    session.run_with_cache(feeds([[1, 2, 3]]), ["logits"], cache)
+    more = {
+        "input_ids": np.array([[4] * 20]),
+        "attention_mask": np.ones((1, 23), np.int64),
+        "position_ids": np.arange(3, 23)[None],
+    }
+    whole, calls = np.empty, []
+
+    def fail(*arguments: Any, **options: Any) -> np.ndarray:
+        calls.append(arguments)
+        if len(calls) > fails_at:
+            raise MemoryError("Unable to allocate")
+        return whole(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu_cache.np, "empty", fail)
+        with pytest.raises(EngineError, match="not enough memory"):
+            session.run_with_cache(more, ["logits"], cache)
+    assert cache.length == 3
+    found = session.run_with_cache(more, ["logits"], cache)["logits"][:, -1]
+    np.testing.assert_allclose(found, whole_run(session, [[1, 2, 3] + [4] * 20]), rtol=1e-4, atol=1e-5)
 
 
 def test_a_stage_without_a_cache_has_none(session: Any, tmp_path: Path) -> None:
