@@ -141,7 +141,7 @@ Problem::Problem(const Case& described)
                 if (m % 3 == 1 && g == m % groups)
                     values[random_below(c.group_size)] = m % 2 ? infinity : std::numeric_limits<float>::quiet_NaN();
             }
-    std::memcpy(x.data(), x_values.data(), x_values.size() * sizeof(float));
+    if (c.M > 0) std::memcpy(x.data(), x_values.data(), x_values.size() * sizeof(float));
 
     const std::size_t code_bytes = c.N * c.K * static_cast<std::size_t>(c.bits) / 8;
     for (std::size_t i = 0; i < code_bytes; ++i) {
@@ -254,7 +254,7 @@ std::vector<float> result_of(const Problem& problem, const ParallelWork& work, u
     problem.y.fill();
     run(work, threads);
     std::vector<float> result(problem.c.M * problem.c.N);
-    std::memcpy(result.data(), problem.y.data(), result.size() * sizeof(float));
+    if (!result.empty()) std::memcpy(result.data(), problem.y.data(), result.size() * sizeof(float));
     return result;
 }
 
@@ -267,7 +267,7 @@ void check(const Problem& problem, const std::string& kernel, const ParallelWork
            const std::vector<double>& sizes, Tally& tally) {
     const std::vector<float> one = result_of(problem, work, 1), many = result_of(problem, work, 3);
     std::string fault;
-    if (std::memcmp(one.data(), many.data(), one.size() * sizeof(float)) != 0) fault = "depends on threads";
+    if (!one.empty() && std::memcmp(one.data(), many.data(), one.size() * sizeof(float)) != 0) fault = "depends on threads";
     for (const Buffer* buffer : {&problem.x, &problem.codes, &problem.scales, &problem.offsets, &problem.y})
         if (!buffer->is_whole()) fault = "wrote beside a buffer";
     for (std::size_t i = 0; i < one.size(); ++i) {
@@ -343,7 +343,9 @@ int main(int count, char** arguments) {
         const Problem problem(described);
         for (std::size_t i = 0; i < sets.size(); ++i) {
             const std::string name = name_of(sets[i]);
-            if (described.M > 0)
+            // The exact kernels of ARM are those of kPortable.
+            const bool has_exact = sets[i] != InstructionSet::kNeon && sets[i] != InstructionSet::kNeonI8mm;
+            if (described.M > 0 && has_exact)
                 check(problem, name + " exact", Partition(problem.product, sets[i]), problem.exact, problem.exact_size,
                       exact[i]);
             if (const auto work = make_fast_matmul(problem.product, sets[i]))
