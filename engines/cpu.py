@@ -75,8 +75,7 @@ def lower(model: ir.Model, accuracy: str) -> ir.Model:
     # onnxruntime's CPU has no product of bfloat16, and one of float16 only on some processors.
     WidenDtypePass(ir.DataType.BFLOAT16, [DOMAIN])(model)
     FuseAttentionPass(is_fast=is_fast)(model)
-    if is_fast:
-        FuseConvPass(fast=True)(model)
+    FuseConvPass(fast=is_fast)(model)
     # onnxruntime's own adds up a group in one float32.
     GroupNormPass()(model)
     WidenProductsPass({(DOMAIN, "GroupedQuantMatMul"): (0,), ("", "MatMul"): (0, 1)})(model)

@@ -12,6 +12,11 @@ import numpy as np
 
 from intaglio.engines.shapes import Tensor
 
+# In the metadata of a lowered graph whose cache can be appended to in place: see FuseAttentionPass.
+CACHE_IN_PLACE = "intaglio.cache_in_place"
+# How the names of its inputs and outputs begin.
+PAST, PRESENT = "past_key_values.", "present."
+
 # Tokens that a buffer has room for at first, and by how much it grows.
 _LEAST_CAPACITY, _GROWTH = 64, 2
 

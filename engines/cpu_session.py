@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from intaglio.engines.cpu_cache import FilledPast, KeyValueCache
+from intaglio.engines.cpu_cache import CACHE_IN_PLACE, PAST, PRESENT, FilledPast, KeyValueCache
 from intaglio.engines.interruptible import call_interruptibly
 from intaglio.engines.onnxruntime_ import import_onnxruntime
 from intaglio.engines.shapes import Interface, check_feeds, smallest_sizes
@@ -27,9 +27,6 @@ _MAX_THREADS = max(16, 4 * (os.cpu_count() or 1))
 _OUT_OF_MEMORY = ("Failed to allocate memory", "bad_alloc")
 # Values that the smallest run may be fed with: a dims table that asks for more lies.
 _MAX_FEED = 1 << 26
-# Set by the lowering of a graph that appends to its cache in place.
-_CACHE_IN_PLACE = "intaglio.cache_in_place"
-_PAST = "past_key_values."
 
 
 def open_session(graph: bytes, weights_folder: Path, *, threads: int = 0, profile: Path | None = None) -> Any:
@@ -84,11 +81,11 @@ class CpuSession:
             self._session = open_session(graph.read_bytes(), weights_folder, threads=threads, profile=profile)
         except Exception as error:  # onnxruntime's errors have no common base of their own
             raise EngineError(f"{graph}: onnxruntime cannot load it: {error}") from error
-        self._appends = _CACHE_IN_PLACE in self._session.get_modelmeta().custom_metadata_map
+        self._appends = CACHE_IN_PLACE in self._session.get_modelmeta().custom_metadata_map
 
     def new_cache(self, batch: int) -> KeyValueCache | None:
         """An empty key-value cache for :meth:`run_with_cache`; None if this stage takes and gives its cache whole."""
-        pasts = [tensor for tensor in self.stage.inputs if tensor.name.startswith(_PAST)]
+        pasts = [tensor for tensor in self.stage.inputs if tensor.name.startswith(PAST)]
         if not self._appends or not pasts:
             return None
         return KeyValueCache(self._ort, pasts, batch, self.dims["total_sequence"].max)
@@ -100,7 +97,7 @@ class CpuSession:
 
         ``feeds`` are the other inputs. Errors as of :meth:`run`; the cache then holds what it held before.
         """
-        first, *others = (tensor for tensor in self.stage.inputs if tensor.name.startswith(_PAST))
+        first, *others = (tensor for tensor in self.stage.inputs if tensor.name.startswith(PAST))
         filled = {first.name: FilledPast(first, cache)}
         check_feeds(self.name, self.stage, self.dims, {**feeds, **filled}, unchecked={t.name for t in others})
         tokens = feeds["input_ids"].shape[1]
@@ -109,7 +106,7 @@ class CpuSession:
                 binding = self._session.io_binding()
                 for name, value in cache.values.items():
                     binding.bind_ortvalue_input(name, value)
-                    binding.bind_ortvalue_output(name.replace(_PAST, "present.", 1), value)
+                    binding.bind_ortvalue_output(name.replace(PAST, PRESENT, 1), value)
                 cache.binding = binding
             binding = cache.binding
             # A binding does not keep what it is given.

@@ -22,7 +22,8 @@ class FastProductsPass(ir.passes.InPlacePass):
             bits, group_size = (node.attributes[name].as_int() for name in ("bits", "group_size"))
             codes = node.inputs[1]
             assert codes is not None and codes.shape is not None
-            if has_fast_matmul(group_size, int(codes.shape[1]) * 8 // bits):
+            width = codes.shape[1]
+            if isinstance(width, int) and has_fast_matmul(group_size, width * 8 // bits):
                 node.attributes["fast"] = ir.AttrInt64("fast", 1)
                 modified = True
         return ir.passes.PassResult(model, modified=modified)

@@ -5,17 +5,15 @@ Shape suffixes: B batch, H heads, S tokens, E numbers of a head.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
 from typing import Any
 
 import onnx_ir as ir
 
+from intaglio.engines.cpu_cache import CACHE_IN_PLACE, PAST, PRESENT
+from intaglio.engines.lowering.fuse_nodes import constant_of, is_standard, only_consumer, producer, remove_unread
 from intaglio.kernels.grouped_quant import DOMAIN
 
 OP_TYPE = "FusedAttention"
-# In a lowered graph whose cache can be appended to in place: see FuseAttentionPass.
-CACHE_IN_PLACE = "intaglio.cache_in_place"
-_PAST = "past_key_values."
 # Attributes of Attention that the kernel knows, and the values of others that mean nothing.
 _KNOWN = {"q_num_heads", "kv_num_heads", "scale", "is_causal"}
 _NEUTRAL = {"softcap": 0.0, "qk_matmul_output_mode": 0, "softmax_precision": ir.DataType.FLOAT}
@@ -28,7 +26,8 @@ class FuseAttentionPass(ir.passes.InPlacePass):
     1. Reshape and Transpose around queries, keys, values and the result are absorbed: the kernel reads and writes them
        in either layout. So are RotaryEmbedding of queries and keys, and Concat with the past of a cache.
     2. A past may then be longer than what is filled of it: how long it is, the graph takes from its other inputs. A
-       graph whose pasts are read by nothing else is marked with CACHE_IN_PLACE.
+       graph whose pasts are read by nothing else, with masks over all keys, and whose presents are its outputs is
+       marked with CACHE_IN_PLACE.
     3. A node with a dtype, an attribute or an output that the kernel lacks stays as it is.
     """
 
@@ -53,6 +52,8 @@ def _is_supported(node: ir.Node) -> bool:
         if name not in _KNOWN and attribute.value != _NEUTRAL.get(name):
             return False
     inputs = list(node.inputs) + [None] * (6 - len(node.inputs))
+    if any(value is not None for value in inputs[6:]):
+        return False
     heads = inputs[:3]
     if any(value is None or value.dtype != ir.DataType.FLOAT or value.shape is None for value in heads):
         return False
@@ -86,7 +87,7 @@ def _is_used(value: ir.Value) -> bool:
 
 
 def _fuse(graph: ir.Graph, node: ir.Node, is_fast: bool) -> None:
-    query, key, value, mask, past_key, past_value = list(node.inputs) + [None] * (6 - len(node.inputs))
+    query, key, value, mask, past_key, past_value = (list(node.inputs) + [None] * 6)[:6]
     assert query is not None and query.shape is not None
     is_flat = query.shape.rank() == 3
     attributes: dict[str, Any] = {
@@ -100,7 +101,8 @@ def _fuse(graph: ir.Graph, node: ir.Node, is_fast: bool) -> None:
     if is_fast:
         attributes["fast"] = 1
     presents = [output for output in node.outputs[1:3] if _is_used(output)]
-    if past_key is None and not presents:
+    # Without a past of its own, Attention counts causality from the first key, which is the past's.
+    if past_key is None and not presents and "is_causal" not in attributes:
         key, value, past_key, past_value, presents = _split_cache(node, key, value)
     cos = sin = None
     if not is_flat:
@@ -124,10 +126,9 @@ def _fuse(graph: ir.Graph, node: ir.Node, is_fast: bool) -> None:
         OP_TYPE, [*inputs, mask, past_key, past_value, cos, sin], attributes, domain=DOMAIN, num_outputs=len(outputs)
     )
     graph.insert_before(node, fused)
-    around = [*_above(node), *_below(node)]
     for new, replaced in zip(fused.outputs, outputs, strict=True):
         _take_over(new, replaced)
-    _remove_unused(graph, around)
+    remove_unread(graph, outputs)
 
 
 def _split_cache(
@@ -136,7 +137,7 @@ def _split_cache(
     """New keys and values, their pasts and the presents, where both are a Concat of past and new ones."""
     found = []
     for joined in (key, value):
-        concat = _producer(joined, "Concat")
+        concat = producer(joined, "Concat")
         if joined is None or concat is None or len(concat.inputs) != 2:
             return key, value, None, None, []
         if concat.attributes["axis"].as_int() not in (2, -2):
@@ -154,7 +155,7 @@ def _split_rotary(
     query: ir.Value | None, key: ir.Value | None
 ) -> tuple[ir.Value | None, ir.Value | None, ir.Value | None, ir.Value | None, int]:
     """Unrotated queries and keys, cos, sin and the attribute interleaved, where both are rotated alike."""
-    nodes = [_producer(value, "RotaryEmbedding") for value in (query, key)]
+    nodes = [producer(value, "RotaryEmbedding") for value in (query, key)]
     said = []
     for rotary in nodes:
         if rotary is None or (len(rotary.inputs) > 3 and rotary.inputs[3] is not None):
@@ -172,14 +173,14 @@ def _split_rotary(
 
 def _in_rows(value: ir.Value | None) -> tuple[ir.Value | None, bool]:
     """What ``[B, H, S, E]`` was transposed from: ``[B, S, H, E]`` or ``[B, S, H * E]``; and whether it was not."""
-    transpose = _producer(value, "Transpose")
+    transpose = producer(value, "Transpose")
     if transpose is None or list(transpose.attributes["perm"].as_ints()) != _SWAP_HEADS:
         return value, True
     value_BSHE = transpose.inputs[0]
-    reshape = _producer(value_BSHE, "Reshape")
+    reshape = producer(value_BSHE, "Reshape")
     if reshape is None or value_BSHE is None or value_BSHE.shape is None:
         return value_BSHE, False
-    value_BSD, shape = reshape.inputs[0], _constant(reshape.inputs[1])
+    value_BSD, shape = reshape.inputs[0], _numbers(reshape.inputs[1])
     heads, size = value_BSHE.shape[2], value_BSHE.shape[3]
     keeps = shape is not None and len(shape) == 4 and shape[:2] == [0, 0]
     if not keeps or value_BSD is None or value_BSD.shape is None or not isinstance(heads, int):
@@ -190,12 +191,14 @@ def _in_rows(value: ir.Value | None) -> tuple[ir.Value | None, bool]:
 
 def _merged(output_BHSE: ir.Value) -> ir.Value | None:
     """``[B, S, H * E]`` that alone is made of it."""
-    transpose = _only_user(output_BHSE, "Transpose")
-    if transpose is None or list(transpose.attributes["perm"].as_ints()) != _SWAP_HEADS:
+    transpose = only_consumer(output_BHSE)
+    if not is_standard(transpose, "Transpose") or list(transpose.attributes["perm"].as_ints()) != _SWAP_HEADS:
         return None
-    reshape = _only_user(transpose.outputs[0], "Reshape")
-    shape = _constant(reshape.inputs[1]) if reshape is not None else None
-    if reshape is None or shape is None or len(shape) != 3 or shape[:2] != [0, 0]:
+    reshape = only_consumer(transpose.outputs[0])
+    if not is_standard(reshape, "Reshape"):
+        return None
+    shape = _numbers(reshape.inputs[1])
+    if shape is None or len(shape) != 3 or shape[:2] != [0, 0]:
         return None
     heads, size = _heads(output_BHSE), output_BHSE.shape[3] if output_BHSE.shape is not None else None
     is_width = isinstance(heads, int) and isinstance(size, int) and shape[2] == heads * size
@@ -203,8 +206,9 @@ def _merged(output_BHSE: ir.Value) -> ir.Value | None:
 
 
 def _derive_past_length(graph: ir.Graph) -> bool:
-    """Takes the length of the past from inputs that count tokens; whether pasts are then read by the kernel only."""
-    pasts = [value for value in graph.inputs if str(value.name).startswith(_PAST)]
+    """Takes the length of the past from inputs that count tokens; whether the cache can then be appended to in
+    place."""
+    pasts = [value for value in graph.inputs if str(value.name).startswith(PAST)]
     counted = {value.name: value for value in graph.inputs if value.name in ("attention_mask", "input_ids")}
     if not pasts or len(counted) != 2:
         return False
@@ -223,7 +227,19 @@ def _derive_past_length(graph: ir.Graph) -> bool:
         for node in lengths:
             node.outputs[0].replace_all_uses_with(length.outputs[0])
             graph.remove(node, safe=True)
-    return all(node.op_type == OP_TYPE for past in pasts for node, _ in past.uses())
+    return all(_is_appended_to(past) for past in pasts)
+
+
+def _is_appended_to(past: ir.Value) -> bool:
+    """Whether the kernel alone reads a past, gives its present to the graph, and learns from its mask how much of the
+    past is filled: a mask that is repeated over the keys does not say."""
+    node, index = only_consumer(past), [index for _, index in past.uses()]
+    if node is None or (node.domain, node.op_type) != (DOMAIN, OP_TYPE) or index[0] not in (4, 5):
+        return False
+    mask, present = node.inputs[3], node.outputs[index[0] - 3]
+    if mask is None or mask.shape is None or not mask.shape.rank() or mask.shape[-1] == 1:
+        return False
+    return present.is_graph_output() and present.name == str(past.name).replace(PAST, PRESENT, 1)
 
 
 def _is_length(node: ir.Node) -> bool:
@@ -231,21 +247,9 @@ def _is_length(node: ir.Node) -> bool:
     return node.op_type == "Shape" and ends == [2, 3] and not node.outputs[0].is_graph_output()
 
 
-def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    node = value.producer() if value is not None else None
-    return node if node is not None and node.op_type == op_type and not node.domain else None
-
-
-def _only_user(value: ir.Value, op_type: str) -> ir.Node | None:
-    users = [node for node, _ in value.uses()]
-    if value.is_graph_output() or len(users) != 1 or users[0].op_type != op_type or users[0].domain:
-        return None
-    return users[0]
-
-
-def _constant(value: ir.Value | None) -> list[int] | None:
-    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
-    return None if tensor is None else [int(number) for number in tensor.numpy().ravel()]
+def _numbers(value: ir.Value | None) -> list[int] | None:
+    array = constant_of(value)
+    return None if array is None else [int(number) for number in array.ravel()]
 
 
 def _take_over(new: ir.Value, replaced: ir.Value) -> None:
@@ -255,36 +259,3 @@ def _take_over(new: ir.Value, replaced: ir.Value) -> None:
     new.name, replaced.name = replaced.name, f"{replaced.name}.unfused"
     new.metadata_props.update(replaced.metadata_props)
     replaced.replace_all_uses_with(new, replace_graph_outputs=True)
-
-
-def _above(attention: ir.Node) -> Iterable[ir.Node]:
-    """``attention`` and the nodes above it that only move what they read."""
-    moving = {"Reshape", "Transpose", "Concat", "RotaryEmbedding"}
-    waiting, seen = [attention], set()
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        yield node
-        producers = [value.producer() for value in node.inputs if value is not None]
-        waiting += [made for made in producers if made is not None and made.op_type in moving]
-
-
-def _below(node: ir.Node) -> Iterable[ir.Node]:
-    """The nodes below it that only move what they read."""
-    for user, _ in node.outputs[0].uses():
-        if user.op_type in ("Transpose", "Reshape"):
-            yield from _below(user)
-            yield user
-
-
-def _remove_unused(graph: ir.Graph, nodes: Collection[ir.Node]) -> None:
-    """Removes those of ``nodes`` whose outputs nothing reads any more."""
-    remaining, before = set(nodes), -1
-    while len(remaining) != before:
-        before = len(remaining)
-        for node in list(remaining):
-            if not any(_is_used(output) for output in node.outputs):
-                graph.remove(node, safe=True)
-                remaining.remove(node)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir import convenience
 
+from intaglio.engines.lowering.fuse_nodes import (
+    constant_of,
+    is_standard,
+    only_consumer,
+    producer,
+    remove_unread,
+    same_shape,
+)
 from intaglio.kernels.grouped_quant import DOMAIN
+
+# Height times width of a kernel, as in kernels/cpu/conv.h.
+_MAX_TAPS = 64
 
 
 class FuseConvPass(ir.passes.InPlacePass):
@@ -37,7 +48,11 @@ class FuseConvPass(ir.passes.InPlacePass):
                 _replace_statistics(graph, *statistics)
                 modified = True
         for node in list(graph):
-            if _is(node, "Conv") and (fused := _Fusion.of(node)) is not None and (self._fast or fused.upsample == 2):
+            if (
+                is_standard(node, "Conv")
+                and (fused := _Fusion.of(node)) is not None
+                and (self._fast or fused.upsample == 2)
+            ):
                 fused.replace(graph, self._fast)
                 modified = True
         if modified:
@@ -77,13 +92,16 @@ class _Fusion:
             return None
         if weight.is_graph_input() or weight.const_value.shape.rank() != 4:
             return None
+        kernel = weight.const_value.shape.numpy()[2:]
+        if math.prod(kernel) > _MAX_TAPS:
+            return None
         attributes = conv.attributes
         plain = {"group": 1, "strides": (1, 1), "dilations": (1, 1), "auto_pad": "NOTSET"}
         if any(n in attributes and _plain(attributes[n].value) != value for n, value in plain.items()):
             return None
         pads = list(attributes["pads"].as_ints()) if "pads" in attributes else [0, 0, 0, 0]
         fusion = cls(conv, [conv], x, pads)
-        if tuple(weight.const_value.shape.numpy()[2:]) == (3, 3):
+        if tuple(kernel) == (3, 3):
             fusion._take_upsampling()
         fusion._take_row_mask()
         fusion._take_norm()
@@ -94,11 +112,14 @@ class _Fusion:
         pads, nodes, value = list(self.pads), [], self.x
         cut = _only_use(value, "Slice")
         if cut is not None:
-            ranges = [_constant(v) for v in cut.inputs[1:4]]
+            ranges = [constant_of(v) for v in cut.inputs[1:4]]
             if any(r is None or r.size != 1 for r in ranges) or len(cut.inputs) != 4:
                 return
             start, end, axis = (int(r.item()) for r in ranges if r is not None)
             if axis not in (2, 3) or start < 0 or end >= 0 or cut.inputs[0] is None:
+                return
+            # What is cut off is not what a pad puts there: a side has one of them.
+            if (start and pads[axis - 2]) or pads[axis]:
                 return
             pads[axis - 2] -= start
             pads[axis] += end
@@ -115,9 +136,9 @@ class _Fusion:
             return
         for value, column in (tuple(product.inputs), tuple(product.inputs)[::-1]):
             maker = None if column is None else column.producer()
-            if value is None or maker is None or not _is(maker, "Unsqueeze"):
+            if value is None or maker is None or not is_standard(maker, "Unsqueeze"):
                 continue
-            mask, axes = maker.inputs[0], _constant(maker.inputs[1])
+            mask, axes = maker.inputs[0], constant_of(maker.inputs[1])
             if mask is None or mask.shape is None or mask.shape.rank() != 1 or axes is None or axes.tolist() != [1]:
                 continue
             if value.shape is None or value.shape.rank() != 4 or mask.dtype != ir.DataType.FLOAT:
@@ -146,11 +167,11 @@ class _Fusion:
     def _take_sum(self) -> None:
         y = self.conv.outputs[0]
         uses = list(y.uses())
-        if y.is_graph_output() or len(uses) != 1 or not _is(uses[0].node, "Add"):
+        if y.is_graph_output() or len(uses) != 1 or not is_standard(uses[0].node, "Add"):
             return
         total = uses[0].node
         other = total.inputs[1 - uses[0].idx]
-        if other is None or other.dtype not in (None, ir.DataType.FLOAT) or not _same_shape(y, other):
+        if other is None or other.dtype not in (None, ir.DataType.FLOAT) or not same_shape(y, other):
             return
         self.nodes.append(total)
         self.residual = other
@@ -179,11 +200,7 @@ class _Fusion:
         old, new = last.outputs[0], node.outputs[0]
         new.dtype, new.shape = ir.DataType.FLOAT, old.shape
         convenience.replace_nodes_and_values(graph, last, [last], [*added, node], [old], [new])
-        _remove_unused(graph, self.nodes)
-
-
-def _is(node: ir.Node, op_type: str) -> bool:
-    return not node.domain and node.op_type == op_type
+        remove_unread(graph, [value for node in self.nodes for value in node.outputs])
 
 
 def _plain(value: Any) -> Any:
@@ -192,24 +209,7 @@ def _plain(value: Any) -> Any:
 
 def _only_use(value: ir.Value, op_type: str) -> ir.Node | None:
     """What makes the value, if it is of that type and one node alone reads the value."""
-    node = value.producer()
-    if node is None or not _is(node, op_type) or value.is_graph_output() or len(list(value.uses())) != 1:
-        return None
-    return node
-
-
-def _constant(value: ir.Value | None) -> np.ndarray | None:
-    if value is None or value.const_value is None or value.is_graph_input():
-        return None
-    return value.const_value.numpy()
-
-
-def _same_shape(a: ir.Value, b: ir.Value) -> bool:
-    """No shape says otherwise; what is not known is compared when the kernel runs."""
-    if a.shape is None or b.shape is None or a.shape.rank() != b.shape.rank():
-        return False
-    pairs = zip(a.shape, b.shape, strict=True)
-    return all(m == n or not (isinstance(m, int) and isinstance(n, int)) for m, n in pairs) and 1 not in b.shape[2:]
+    return producer(value, op_type) if only_consumer(value) is not None else None
 
 
 def _doubles(resize: ir.Node) -> bool:
@@ -218,13 +218,13 @@ def _doubles(resize: ir.Node) -> bool:
         return False
     if len(resize.attributes) != len(wanted) or len(resize.inputs) != 3 or resize.inputs[1] is not None:
         return False
-    scales = _constant(resize.inputs[2])
+    scales = constant_of(resize.inputs[2])
     return scales is not None and scales.tolist() == [1, 1, 2, 2]
 
 
 def _group_norm(normed: ir.Value) -> tuple[_Norm, list[ir.Node]] | None:
     node = normed.producer()
-    if node is None or not _is(node, "GroupNormalization"):
+    if node is None or not is_standard(node, "GroupNormalization"):
         return None
     x, weight, bias = node.inputs
     if x is None or weight is None or bias is None or {v.dtype for v in (x, weight, bias)} != {ir.DataType.FLOAT}:
@@ -238,7 +238,7 @@ def _chain(value: ir.Value | None, *op_types: str) -> list[ir.Node] | None:
     nodes = []
     for op_type in op_types:
         node = None if value is None else value.producer()
-        if node is None or not _is(node, op_type):
+        if node is None or not is_standard(node, op_type):
             return None
         nodes.append(node)
         value = node.inputs[0]
@@ -259,7 +259,7 @@ def _norm_by_statistics(normed: ir.Value) -> tuple[_Norm, list[ir.Node]] | None:
     deviation = _chain(scale[0].inputs[1], "Reshape", "Expand", "Unsqueeze", "Sqrt", "Add")
     if deviation is None:
         return None
-    epsilon = _constant(deviation[-1].inputs[1])
+    epsilon = constant_of(deviation[-1].inputs[1])
     values = (centered.inputs[0], mean[-1].inputs[0], deviation[-1].inputs[0], scale[1].inputs[0], bias[0].inputs[0])
     x, mean_BG, variance_BG, weight_C, bias_C = values
     if epsilon is None or epsilon.size != 1 or any(v is None or v.dtype != ir.DataType.FLOAT for v in values):
@@ -297,11 +297,11 @@ def _written_statistics(div: ir.Node) -> tuple[ir.Value, int, ir.Node, ir.Node, 
     ends = (width[1].attributes.get("start"), width[1].attributes.get("end"))
     if any(a is None or a.as_int() != n for a, n in zip(ends, (3, 4), strict=True)) or len(shape[0].attributes):
         return None
-    by_group = [_constant(node.inputs[1]) for node in (squares[1], squares[5], means[1])]
+    by_group = [constant_of(node.inputs[1]) for node in (squares[1], squares[5], means[1])]
     if any(b is None or b.tolist() != [0, by_group[0][1], -1] for b in by_group):  # type: ignore[index]
         return None
     for node, axis, keepdims in ((squares[0], 2, 1), (squares[2], 3, 0), (means[0], 2, 1), (means[2], 3, 0)):
-        axes = _constant(node.inputs[1])
+        axes = constant_of(node.inputs[1])
         if axes is None or axes.tolist() != [axis] or node.attributes["keepdims"].as_int() != keepdims:
             return None
     last = [_squeezed(means[0].outputs[0], {distance}), _squeezed(div.outputs[0], set())]
@@ -315,9 +315,9 @@ def _written_statistics(div: ir.Node) -> tuple[ir.Value, int, ir.Node, ir.Node, 
 def _squeezed(value: ir.Value, readers: set[ir.Node]) -> ir.Node | None:
     """The ``Squeeze`` of the last axis that alone reads the value, besides ``readers``."""
     others = [use.node for use in value.uses() if use.node not in readers]
-    if value.is_graph_output() or len(others) != 1 or not _is(others[0], "Squeeze"):
+    if value.is_graph_output() or len(others) != 1 or not is_standard(others[0], "Squeeze"):
         return None
-    axes = _constant(others[0].inputs[1])
+    axes = constant_of(others[0].inputs[1])
     return others[0] if axes is not None and axes.tolist() == [2] else None
 
 
@@ -331,11 +331,4 @@ def _replace_statistics(
     convenience.replace_nodes_and_values(graph, first, [mean, variance], [statistics], old, statistics.outputs)
     for value, shape in zip(statistics.outputs, shapes, strict=True):
         value.shape = shape if shape is not None else value.shape
-    _remove_unused(graph, nodes)
-
-
-def _remove_unused(graph: ir.Graph, nodes: list[ir.Node]) -> None:
-    left = [node for node in nodes if node.graph is graph]
-    while unused := [n for n in left if not any(o.is_graph_output() or list(o.uses()) for o in n.outputs)]:
-        graph.remove(unused, safe=True)
-        left = [node for node in left if node not in unused]
+    remove_unread(graph, [value for node in nodes for value in node.outputs])

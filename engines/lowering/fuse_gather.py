@@ -5,7 +5,14 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir import convenience
 
-from intaglio.engines.lowering.fuse_nodes import attribute, constant_of, is_standard, only_consumer, remove_unread
+from intaglio.engines.lowering.fuse_nodes import (
+    attribute,
+    constant_of,
+    is_standard,
+    only_consumer,
+    producer,
+    remove_unread,
+)
 from intaglio.kernels.grouped_quant import DOMAIN
 
 _DEQUANTIZE = "GroupedQuantDequantize"
@@ -69,5 +76,8 @@ def _restores(node: ir.Node, flatten: ir.Node | None) -> bool:
     dims = back.producer() if back is not None else None
     if flat is None or flat.tolist() != [-1] or dims is None or not is_standard(dims, "Concat"):
         return False
-    shape = dims.inputs[0].producer() if len(dims.inputs) == 2 and dims.inputs[0] is not None else None
-    return shape is not None and is_standard(shape, "Shape") and shape.inputs[0] is flatten.inputs[0]
+    if len(dims.inputs) != 2:
+        return False
+    shape, width = producer(dims.inputs[0], "Shape"), constant_of(dims.inputs[1])
+    is_whole = shape is not None and not shape.attributes and shape.inputs[0] is flatten.inputs[0]
+    return is_whole and width is not None and width.size == 1

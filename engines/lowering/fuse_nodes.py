@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import onnx_ir as ir
@@ -26,9 +26,15 @@ def is_product(node: ir.Node | None) -> bool:
     return x is not None and x.dtype == ir.DataType.FLOAT and is_constant
 
 
-def is_standard(node: ir.Node | None, op_type: str) -> bool:
+def is_standard(node: ir.Node | None, op_type: str) -> TypeGuard[ir.Node]:
     """Whether a node is this op of ONNX itself."""
     return node is not None and not node.domain and node.op_type == op_type
+
+
+def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
+    """The node that makes ``value``, if it is this op of ONNX itself."""
+    node = value.producer() if value is not None else None
+    return node if is_standard(node, op_type) else None
 
 
 def only_consumer(value: ir.Value) -> ir.Node | None:
@@ -57,8 +63,11 @@ def modulates(vector: ir.Value | None, x: ir.Value) -> bool:
 
 
 def constant_of(value: ir.Value | None) -> np.ndarray | None:
-    """The array of a value that is known before the graph runs."""
-    tensor = convenience.get_const_tensor(value) if value is not None else None
+    """The array of a value that is known before the graph runs. An initializer that is an input too is not: it may be
+    given another."""
+    if value is None or value.is_graph_input():
+        return None
+    tensor = convenience.get_const_tensor(value)
     return None if tensor is None else tensor.numpy()
 
 

@@ -76,10 +76,12 @@ def relative(found: np.ndarray, expected: np.ndarray) -> float:
 
 def compared(graph: Path, feeds: dict[str, np.ndarray], fast: bool) -> tuple[dict[str, float], ir.Model]:
     """Relative L2 of every output, fused against not, and the fused graph."""
-    expected = outputs(cpu.lower(ir.load(graph)), feeds, graph.parent)
     model = ir.load(graph)
     assert FuseConvPass(fast=fast)(model).modified
-    found = outputs(cpu.lower(model), feeds, graph.parent)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FuseConvPass, "call", lambda _, given: ir.passes.PassResult(given, modified=False))
+        expected = outputs(cpu.lower(ir.load(graph), "exact"), feeds, graph.parent)
+        found = outputs(cpu.lower(model, "exact"), feeds, graph.parent)
     assert list(found) == list(expected)
     assert all(found[n].shape == expected[n].shape for n in expected)
     return {name: relative(found[name], expected[name]) for name in expected}, model
@@ -234,6 +236,38 @@ def cut_without_upsampling(graph: ir.Graph, op: Any, x: ir.Value) -> tuple[ir.Va
     return (convolved(graph, op, picture(op.Slice(x, *ends), x)),)
 
 
+def upsampled(op: Any, x: ir.Value) -> ir.Value:
+    kept = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+    assert x.shape is not None
+    large = op.Resize(x, None, op.Constant(value_floats=[1.0, 1.0, 2.0, 2.0]), **kept)
+    large.shape, large.dtype = ir.Shape([*list(x.shape)[:2], "height2", "width2"]), ir.DataType.FLOAT
+    return large
+
+
+def cut_rows(op: Any, x: ir.Value, start: int, end: int) -> ir.Value:
+    ends = [op.Constant(value_ints=[n]) for n in (start, end, 2)]
+    return picture(op.Slice(x, *ends), x)
+
+
+def cut_where_a_pad_is(graph: ir.Graph, op: Any, x: ir.Value) -> tuple[ir.Value, ...]:
+    return (convolved(graph, op, cut_rows(op, upsampled(op, x), 1, -1)),)
+
+
+def cut_where_no_pad_is(graph: ir.Graph, op: Any, x: ir.Value) -> tuple[ir.Value, ...]:
+    return (convolved(graph, op, cut_rows(op, upsampled(op, x), 1, -1), pads=[0, 1, 0, 1]),)
+
+
+def cut_below_a_pad(graph: ir.Graph, op: Any, x: ir.Value) -> tuple[ir.Value, ...]:
+    return (convolved(graph, op, cut_rows(op, upsampled(op, x), 0, -1), pads=[1, 1, 0, 1]),)
+
+
+def sum_with_one_row(graph: ir.Graph, op: Any, x: ir.Value) -> tuple[ir.Value, ...]:
+    row = op.ReduceMean(x, [2])
+    assert x.shape is not None
+    row.shape, row.dtype = ir.Shape([*list(x.shape)[:2], "rows", x.shape[3]]), ir.DataType.FLOAT
+    return (op.Add(convolved(graph, op, x), row),)
+
+
 # What is left besides FusedConv, and how many of those there are.
 GRAPHS: dict[str, tuple[Build, int, Counter[str]]] = {
     "whole": (whole, 1, Counter(GroupStatistics=1)),
@@ -246,6 +280,10 @@ GRAPHS: dict[str, tuple[Build, int, Counter[str]]] = {
     "sum with itself": (sum_with_itself, 1, Counter(Add=1)),
     "upsampled otherwise": (upsampled_otherwise, 1, Counter(Resize=1, Constant=1)),
     "cut without upsampling": (cut_without_upsampling, 1, Counter(Slice=1, Constant=3)),
+    "cut where a pad is": (cut_where_a_pad_is, 1, Counter(Resize=1, Slice=1)),
+    "cut where no pad is": (cut_where_no_pad_is, 1, Counter()),
+    "cut below a pad": (cut_below_a_pad, 1, Counter()),
+    "sum with one row": (sum_with_one_row, 1, Counter(ReduceMean=1, Add=1)),
 }
 
 
@@ -282,6 +320,13 @@ def test_other_convolutions_are_left_alone(attributes: dict[str, Any]) -> None:
     model = finished(graph, op.Conv(x, weight, **attributes))
     assert not FuseConvPass(fast=True)(model).modified
     assert "intaglio" not in model.graph.opset_imports
+
+
+@pytest.mark.parametrize(("size", "is_taken"), [((8, 8), True), ((5, 13), False)], ids=str)
+def test_kernels_of_more_taps_are_left_alone(size: tuple[int, int], is_taken: bool) -> None:
+    graph, op, x = started((1, 6, 16, 16))
+    model = finished(graph, op.Conv(x, constant(graph, "w", (6, 6, *size))))
+    assert FuseConvPass(fast=True)(model).modified == is_taken
 
 
 def test_a_weight_that_is_given_is_left_alone() -> None:

@@ -61,6 +61,28 @@ def test_rows_that_are_an_output_keep_their_shape() -> None:
         np.testing.assert_array_equal(found[name], expected[name])
 
 
+@pytest.mark.parametrize("change", ["some dims", "two dims", "a given dim"])
+def test_another_shape_of_rows_stays(change: str) -> None:
+    """Rows get the dims of the indices back, all of them, and one more."""
+    graph = Graph({"ids": ["batch", "tokens"], "last": [1]}, dict.fromkeys(("ids", "last"), ir.DataType.INT64))
+    op, ids = graph.op, graph["ids"]
+    flat = op.Reshape(ids, [-1])
+    flat.dtype = ir.DataType.INT64
+    gathered = [op.Gather(table, flat) for table in graph.table(20, 64, "table")]
+    rows = op.call(functions.grouped_quant_dequantize(), *gathered, **vars(FORM))
+    rows.dtype, rows.shape = ir.DataType.FLOAT, ir.Shape([None, 64])
+    dims = op.Shape(ids, start=0, end=1) if change == "some dims" else op.Shape(ids)
+    tail = {"some dims": [-1], "two dims": [2, 32], "a given dim": graph["last"]}[change]
+    model = graph.model(y=op.Relu(op.Reshape(rows, op.Concat(dims, tail, axis=0))))
+    function = functions.grouped_quant_dequantize()
+    model.functions[function.identifier()] = function
+    feeds = {"ids": np.array([[3, 19, 0], [5, 3, 1]]), "last": np.array([64])}
+    expected = run(model, feeds)["y"]
+    FuseGatherPass()(model)
+    assert "Reshape" in ops(model)
+    np.testing.assert_array_equal(run(model, feeds)["y"], expected)
+
+
 def test_a_whole_table_stays() -> None:
     graph = Graph({"x": ["tokens", 64]})
     weight = graph.op.GroupedQuantDequantize(*graph.table(20, 64, "table"), **vars(FORM), _domain=DOMAIN)

@@ -11,7 +11,8 @@ import onnxruntime
 import pytest
 from onnxscript import GraphBuilder, OpBuilder
 
-from intaglio.engines.lowering.fuse_attention import CACHE_IN_PLACE, OP_TYPE, FuseAttentionPass
+from intaglio.engines.cpu_cache import CACHE_IN_PLACE
+from intaglio.engines.lowering.fuse_attention import OP_TYPE, FuseAttentionPass
 from intaglio.kernels.cpu.library import library_path
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
@@ -284,6 +285,55 @@ def test_a_cache_without_counted_tokens_is_not_marked() -> None:
     model = build({**ROWS, **pasts}, body)
     lowered(model, {name: array for name, array in cache_feeds(6, 1).items() if name in (*ROWS, *pasts)})
     assert not model.metadata_props
+
+
+@pytest.mark.parametrize("change", ["no mask", "mask of one key", "present of another name", "present of another part"])
+def test_a_cache_whose_filling_is_not_told_is_not_marked(change: str) -> None:
+    """Only a mask over all keys says how much of a buffer is filled, and only the cache's own outputs are bound."""
+
+    def body(op: OpBuilder, x: dict[str, ir.Value]) -> dict[str, ir.Value]:
+        outputs = decoder(op, x)
+        for node in op.builder.graph:
+            if node.op_type == "Attention" and change == "no mask":
+                node.resize_inputs(3)
+            elif node.op_type == "Attention" and change == "mask of one key":
+                node.replace_input_with(3, x["mask"])
+        if change == "present of another name":
+            outputs["present.9.key"] = outputs.pop("present.1.key")
+        elif change == "present of another part":
+            parts = outputs.pop("present.0.key"), outputs.pop("present.0.value")
+            outputs["present.0.value"], outputs["present.0.key"] = parts
+        return outputs
+
+    shapes = {**ROWS, **TABLES, **TOKENS, **CACHE, "mask": ("B", 1, "S", 1)}
+    model = build(shapes, body)
+    FuseAttentionPass()(model)
+    assert sum(node.op_type == OP_TYPE for node in model.graph) == LAYERS
+    assert not model.metadata_props
+
+
+def test_causality_over_a_joined_past_starts_at_its_first_key() -> None:
+    def body(op: OpBuilder, x: dict[str, ir.Value]) -> dict[str, ir.Value]:
+        q, k, v = all_heads(op, x)
+        joined = [op.Concat(x[name], new, axis=2) for name, new in (("past_k", k), ("past_v", v))]
+        for value in joined:
+            value.shape, value.dtype = ir.Shape(["B", KV_HEADS, "T", SIZE]), ir.DataType.FLOAT
+        y = merged(op, attention(op, q, *joined, is_causal=1))
+        return {"y": y, "present_k": joined[0], "present_v": joined[1]}
+
+    heads = dict.fromkeys(("past_k", "past_v"), ("B", KV_HEADS, "P", SIZE))
+    feeds = {**ROW_FEEDS, **{name: random(2, KV_HEADS, 3, SIZE) for name in heads}}
+    assert "Concat" in lowered(build({**ROWS, **heads}, body), feeds)
+
+
+def test_a_seventh_input_is_left() -> None:
+    """From opset 24 on it says how many keys count."""
+    shapes = {n: ("B", heads, "S", SIZE) for n, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))}
+    model = build(
+        {**shapes, "input_ids": ("B",)},
+        lambda op, x: {"y": attention(op, x["q"], x["k"], x["v"], None, None, None, x["input_ids"])},
+    )
+    assert not FuseAttentionPass()(model).modified
 
 
 def test_the_faster_accuracy_is_asked_for() -> None:
