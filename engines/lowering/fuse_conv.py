@@ -171,7 +171,11 @@ class _Fusion:
             return
         total = uses[0].node
         other = total.inputs[1 - uses[0].idx]
-        if other is None or other.dtype not in (None, ir.DataType.FLOAT) or not same_shape(y, other):
+        if (
+            other is None
+            or other.dtype not in (None, ir.DataType.FLOAT)
+            or not _is_sum_of_one_shape(total.outputs[0], y, other)
+        ):
             return
         self.nodes.append(total)
         self.residual = other
@@ -210,6 +214,17 @@ def _plain(value: Any) -> Any:
 def _only_use(value: ir.Value, op_type: str) -> ir.Node | None:
     """What makes the value, if it is of that type and one node alone reads the value."""
     return producer(value, op_type) if only_consumer(value) is not None else None
+
+
+def _is_sum_of_one_shape(total: ir.Value, y: ir.Value, other: ir.Value) -> bool:
+    """Whether neither is repeated. Inference does not name the rows of a convolution of a band: then the sum has the
+    other's shape, and what of ``y`` is known agrees with it."""
+    if same_shape(y, other):
+        return True
+    if y.shape is None or other.shape is None or y.shape.rank() != other.shape.rank() or not same_shape(total, other):
+        return False
+    known = [(m, n) for m, n in zip(y.shape, other.shape, strict=True) if isinstance(m, int) or m.value is not None]
+    return all(m == n for m, n in known)
 
 
 def _doubles(resize: ir.Node) -> bool:

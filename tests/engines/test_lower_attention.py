@@ -331,8 +331,11 @@ def test_a_seventh_input_is_left() -> None:
     shapes = {n: ("B", heads, "S", SIZE) for n, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))}
     model = build(
         {**shapes, "input_ids": ("B",)},
-        lambda op, x: {"y": attention(op, x["q"], x["k"], x["v"], None, None, None, x["input_ids"])},
+        lambda op, x: {"y": attention(op, x["q"], x["k"], x["v"])},
     )
+    (node,) = model.graph
+    node.resize_inputs(7)
+    node.replace_input_with(6, model.graph.inputs[3])
     assert not FuseAttentionPass()(model).modified
 
 
