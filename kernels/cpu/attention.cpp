@@ -5,7 +5,6 @@
 #include <memory>
 #include <new>
 
-
 namespace intaglio {
 namespace {
 

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "for_isa.h"
 #include "instruction_set.h"
 #include "parallel_work.h"
 
@@ -20,7 +21,9 @@ struct HeadRows {
     const float* data = nullptr;
     std::size_t batch = 0, head = 0, row = 0;
 
-    const float* at(std::size_t b, std::size_t h, std::size_t r) const { return data + b * batch + h * head + r * row; }
+    INTAGLIO_INLINE const float* at(std::size_t b, std::size_t h, std::size_t r) const {
+        return data + b * batch + h * head + r * row;
+    }
 };
 
 // Rotary embedding of the first 2 * pairs numbers of a head: halves, or neighbours where it is interleaved. A

@@ -4,6 +4,7 @@
 // The left factor of a product lies in tiles of rows, the right one as four bytes for each of 16 lanes, which
 // is how weights come out of the softmax.
 
+#include "amx_tiles.h"
 #include "attention_digits.h"
 
 #include "attention_rows.h"
@@ -242,14 +243,6 @@ bool load_queries(const RowTile& tile, const DigitsLayout& layout, const Memory&
     }
     return true;
 }
-
-struct alignas(64) TileConfig {
-    std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    std::uint16_t bytes_a_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-// In memory of its own: the compiler may think that less of it is read, and leave the rest unwritten.
-const TileConfig kTileConfig;
 
 // Tile registers are named by constants.
 #define INTAGLIO_MULTIPLY(sum, left, right)                                \
@@ -508,11 +501,11 @@ bool attend(const Attention& a, const DigitsLayout& layout, const AttentionRows&
     const auto* flags = reinterpret_cast<const std::uint8_t*>(head);
     for (std::size_t block = 0; block < layout.blocks; ++block)
         if (flags[block]) return false;
-    _tile_loadconfig(&kTileConfig);
+    load_tiles();
     bool done = true;
     for (std::size_t row = part.row; done && row < part.row_end; row += kLanes)
         done = attend_tile<Digits>(RowTile{a, part, row, smaller(kLanes, part.row_end - row)}, layout, head, m);
-    _tile_release();
+    release_tiles();
     return done;
 }
 

@@ -35,7 +35,8 @@ std::size_t digits_memory(const Attention& attention);
 void pack_digits_amx(const Attention& attention, const DigitsLayout& layout, std::size_t batch, std::size_t kv_head,
                      std::size_t block, std::byte* head, float* memory) noexcept;
 
-// False, and nothing written, where keys, values or these rows do not take digits.
+// False where keys, values or some of these rows do not take digits. The outputs of rows before these may have been
+// written by then: the caller computes all rows of the part anew.
 bool attend_digits_amx(const Attention& attention, const DigitsLayout& layout, const AttentionRows& rows,
                        const std::byte* head, float* memory) noexcept;
 

@@ -162,6 +162,7 @@ void AttentionKernel::compute(OpContext& context) const {
                  " keys, which cannot share one rotary embedding");
     a.key_rotary = a.query_rotary;
 
+    const bool mask_has_keys = mask && !mask.dims.empty();
     std::int64_t filled = 0;
     if (past_key || past_value) {
         const std::int64_t room = past_key ? past_key.dims.size() == 4 ? past_key.dims[2] : -1 : -1;
@@ -169,7 +170,7 @@ void AttentionKernel::compute(OpContext& context) const {
             past_value.dims != Dims{query.batch, key_.heads, room, value.size})
             mismatch("past_key and past_value have shapes " + text(past_key.dims) + " and " + text(past_value.dims) +
                      ", expected [batch, heads, tokens, size] with " + text(key_.heads) + " heads");
-        filled = mask && !mask.dims.empty() ? mask.dims.back() - key.tokens : room;
+        filled = mask_has_keys ? mask.dims.back() - key.tokens : room;
         if (filled < 0 || filled > room || (filled < room && filled + key.tokens > room))
             mismatch("the mask is for " + text(filled + key.tokens) + " keys, but there are " + text(key.tokens) +
                      " new ones, and the past has room for " + text(room));
@@ -201,6 +202,14 @@ void AttentionKernel::compute(OpContext& context) const {
             part.present = static_cast<float*>(
                 context.output(output, {query.batch, key_.heads, room, fresh.size}).data);
             if (!part.present) mismatch("present_key and present_value must both be used, or neither");
+            const bool is_in_place = part.past_room > 0 && part.present == part.past;
+            if (is_in_place && !mask_has_keys)
+                mismatch("the past is appended to in place, which needs a mask with as many keys as will be filled");
+            // A broadcast mask would be taken for one that drops the past.
+            if (!is_in_place && part.past_room > 0 && mask_has_keys && mask.dims.back() == 1 &&
+                fresh.tokens == 1)
+                mismatch("the mask has shape " + text(mask.dims) + ", expected one with all " +
+                         text(past.dims[2] + fresh.tokens) + " keys in its last dim, which is not broadcast");
             return part;
         };
         CachePart keys = part_of(1, past_key, key), values = part_of(2, past_value, value);

@@ -12,8 +12,8 @@
 // - cos, sin [B, S, pairs] rotate query and key as ONNX's RotaryEmbedding does, with its attribute interleaved.
 // - past_key, past_value [B, K, P, ...] come before key and value; present_key, present_value hold both. With a
 //   mask, its keys less the new ones are how much of the past is filled. Where that is less than P, there must
-//   be room for the new ones, and present has the shape of past. A present that is given past's own memory is
-//   appended to in place.
+//   be room for the new ones, and present has the shape of past. Such a mask is not broadcast along the keys. A
+//   present that is given past's own memory is appended to in place, which needs a mask.
 #pragma once
 
 #include "attention.h"

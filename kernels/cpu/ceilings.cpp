@@ -24,7 +24,6 @@ const CeilingLoop* ceiling_loops_neon_i8mm();
 
 namespace {
 
-
 const CeilingLoop* loops_of(InstructionSet set) {
     switch (set) {
 #if INTAGLIO_HAS_avx2

@@ -9,8 +9,7 @@
 #include <arm_neon.h>
 #endif
 #if defined(__AMX_INT8__)
-#include <cstdint>
-#include <cstring>
+#include "amx_tiles.h"
 #endif
 
 namespace intaglio {
@@ -32,24 +31,8 @@ namespace {
 
 #if defined(__AMX_INT8__)
 
-struct TileConfig {
-    std::uint8_t palette, start;
-    std::uint8_t reserved[14];
-    std::uint16_t row_bytes[16];
-    std::uint8_t rows[16];
-};
-
-// Compilers are told that the instruction reads eight bytes of it, and drop the others without the barrier.
-void configure_tiles() {
-    static TileConfig config;
-    std::memset(&config, 0, sizeof config);
-    config.palette = 1;
-    for (int tile = 0; tile < 8; ++tile) {
-        config.row_bytes[tile] = 64;
-        config.rows[tile] = 16;
-    }
-    asm volatile("" ::: "memory");
-    _tile_loadconfig(&config);
+void start_tiles() {
+    load_tiles();
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -61,25 +44,25 @@ void configure_tiles() {
 }
 
 void amx_int8(std::size_t iterations) {
-    configure_tiles();
+    start_tiles();
     for (std::size_t i = 0; i < iterations; ++i) {
         _tile_dpbusd(0, 4, 6);
         _tile_dpbusd(1, 4, 7);
         _tile_dpbusd(2, 5, 6);
         _tile_dpbusd(3, 5, 7);
     }
-    _tile_release();
+    release_tiles();
 }
 
 void amx_bfloat16(std::size_t iterations) {
-    configure_tiles();
+    start_tiles();
     for (std::size_t i = 0; i < iterations; ++i) {
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
-    _tile_release();
+    release_tiles();
 }
 
 constexpr CeilingLoop kLoops[] = {{"amx_int8", 4 * 2 * 16 * 16 * 64.0, amx_int8},

@@ -4,7 +4,8 @@
 //     y = conv(upsample(a * row_mask), weight) + bias + residual
 //
 // One part of a phase at a time, `a` is held for a band of rows only, in the order that the products read. The order
-// in which products are added depends on the shape of the weight alone.
+// in which products are added depends on the shape of the weight and, with `is_fast`, on whether y is wide enough for
+// Winograd's transforms (make_float_conv): a narrow band then differs from the whole picture in the last bits.
 //
 // Upsampling repeats every pixel twice in both directions. The 3x3 taps then meet only 2x2 pixels, and which taps
 // meet which pixel depends on whether row and column are even: four convolutions of 2x2 taps that are sums of the
@@ -17,6 +18,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "for_isa.h"
 #include "instruction_set.h"
 #include "parallel_work.h"
 
@@ -26,10 +28,10 @@ struct ConvShape {
     std::size_t C, O, kernel_height, kernel_width;
     bool is_upsampled;  // 3x3 only
 
-    std::size_t phases() const { return is_upsampled ? 2 : 1; }  // in each direction
-    std::size_t tap_rows() const { return is_upsampled ? 2 : kernel_height; }
-    std::size_t tap_columns() const { return is_upsampled ? 2 : kernel_width; }
-    std::size_t taps() const { return tap_rows() * tap_columns(); }
+    INTAGLIO_INLINE std::size_t phases() const { return is_upsampled ? 2 : 1; }  // in each direction
+    INTAGLIO_INLINE std::size_t tap_rows() const { return is_upsampled ? 2 : kernel_height; }
+    INTAGLIO_INLINE std::size_t tap_columns() const { return is_upsampled ? 2 : kernel_width; }
+    INTAGLIO_INLINE std::size_t taps() const { return tap_rows() * tap_columns(); }
 };
 
 struct Conv : ConvShape {
@@ -61,7 +63,7 @@ std::unique_ptr<ConvKernel> make_conv_kernel(const ConvShape& shape, Instruction
 
 // The sum of the taps of g [3, 3] that meet pixel `tap` of 2 x 2, for phase 2 * (row is odd) + (column is odd): in an
 // even row the first two taps meet one pixel, in an odd row the last two.
-static inline float upsampled_tap(const float* g, std::size_t phase, std::size_t tap) {
+INTAGLIO_INLINE float upsampled_tap(const float* g, std::size_t phase, std::size_t tap) {
     const std::size_t row_split = 2 - phase / 2, column_split = 2 - phase % 2;
     float sum = 0;
     for (std::size_t i = tap / 2 ? row_split : 0; i < (tap / 2 ? 3 : row_split); ++i)
@@ -80,7 +82,10 @@ struct ConvExtent {
 };
 ConvExtent conv_extent(std::size_t y_length, std::ptrdiff_t pad, bool is_upsampled);
 
-// In float32; Winograd's transforms if `is_fast` and the shape has 3x3 taps.
+// The least width of y that Winograd's transforms take.
+constexpr std::size_t kLeastWinogradWidth = 32;
+
+// In float32; Winograd's transforms if `is_fast`, and the shape has 3x3 taps, width and channels enough.
 std::unique_ptr<ParallelWork> make_float_conv(const Conv& conv, InstructionSet set, bool is_fast);
 
 }  // namespace intaglio

@@ -4,11 +4,10 @@
 
 #include <cstring>
 
+#include "amx_tiles.h"
+
 namespace intaglio {
 namespace {
-
-#define INTAGLIO_INLINE __attribute__((always_inline)) inline
-#define INTAGLIO_UNROLL _Pragma("GCC unroll 16")
 
 constexpr std::size_t kTile = 16;             // rows, and values of 32 bits in a row
 constexpr std::size_t kTileValues = 512;      // bfloat16 ones
@@ -172,24 +171,6 @@ void fill_row(const AmxConv& conv, std::size_t batch, std::size_t source_row, st
     }
 }
 
-struct TileConfig {
-    std::uint8_t palette, start_row, reserved[14];
-    std::uint16_t row_bytes[16];
-    std::uint8_t rows[16];
-};
-
-void load_tile_config() {
-    alignas(64) TileConfig config{};
-    config.palette = 1;
-    for (int i = 0; i < 8; ++i) {
-        config.row_bytes[i] = 64;
-        config.rows[i] = kTile;
-    }
-    // The compiler takes the instruction to read the first bytes only.
-    __asm__ volatile("" : : "r"(&config) : "memory");
-    _tile_loadconfig(&config);
-}
-
 // Adds `count` steps for two rows of 16 positions and a block of O to `sums`, or starts them.
 INTAGLIO_INLINE void add_steps(const std::uint16_t* upper, std::size_t row_stride, const std::size_t* offsets,
                                const std::uint16_t* weight, std::size_t count, bool is_first, float* sums) {
@@ -288,7 +269,7 @@ void convolve_region_amx(const AmxConv& conv, const ConvRegion& region, std::siz
     const std::size_t row_stride = conv.row_stride(), block_stride = conv.block_stride();
     const std::size_t slice = taps >= kSliceSteps ? taps : kSliceSteps / taps * taps;
     const std::uint16_t* start = image + (region.row - band_row) * row_stride + region.column * kConvBlock;
-    load_tile_config();
+    load_tiles();
     for (std::size_t block = region.block; block < region.block_end; ++block)
         for (std::size_t phase_row = 0; phase_row < phases; ++phase_row) {
             const std::uint16_t* weight = conv.packed + (block * phases + phase_row) * phases * conv.steps * 2 * kTileValues;
@@ -357,7 +338,7 @@ void convolve_region_amx(const AmxConv& conv, const ConvRegion& region, std::siz
                     }
             }
         }
-    _tile_release();
+    release_tiles();
 }
 
 }  // namespace intaglio

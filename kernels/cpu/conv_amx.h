@@ -24,10 +24,10 @@ struct AmxConv : Conv {
     std::size_t output_group;    // blocks of O in a part
     std::size_t image_columns;   // held, with those that a tap reaches
 
-    std::size_t image_rows() const { return band_rows + tap_rows() - 1; }
+    INTAGLIO_INLINE std::size_t image_rows() const { return band_rows + tap_rows() - 1; }
     // In values.
-    std::size_t block_stride() const { return image_columns * kConvBlock; }
-    std::size_t row_stride() const { return channel_blocks * block_stride(); }
+    INTAGLIO_INLINE std::size_t block_stride() const { return image_columns * kConvBlock; }
+    INTAGLIO_INLINE std::size_t row_stride() const { return channel_blocks * block_stride(); }
 };
 
 constexpr std::size_t kRegionRows = 8;

@@ -21,9 +21,9 @@ struct DirectConv : Conv {
     std::size_t band_rows;
     std::size_t image_columns;
 
-    std::size_t image_rows() const { return band_rows + tap_rows() - 1; }
-    std::size_t row_stride() const { return C * image_columns; }
-    std::size_t block_size() const { return phases() * phases() * C * taps() * kOutputBlock; }
+    INTAGLIO_INLINE std::size_t image_rows() const { return band_rows + tap_rows() - 1; }
+    INTAGLIO_INLINE std::size_t row_stride() const { return C * image_columns; }
+    INTAGLIO_INLINE std::size_t block_size() const { return phases() * phases() * C * taps() * kOutputBlock; }
 };
 
 struct DirectRows {
@@ -41,12 +41,12 @@ struct WinogradConv : Conv {
     std::size_t tile_rows, tile_columns;  // tile_columns is a multiple of kTileLanes
     std::size_t band_rows;                // of tiles
 
-    std::size_t vectors_across() const { return tile_columns / kTileLanes; }
-    std::size_t blocks() const { return (band_rows * tile_columns + kPixelBlock - 1) / kPixelBlock; }
-    std::size_t weight_term() const { return output_blocks * C * kOutputBlock; }
-    std::size_t pixel_term() const { return blocks() * C * kPixelBlock; }
-    std::size_t sum_block() const { return output_blocks * kOutputBlock * kPixelBlock; }
-    std::size_t sum_term() const { return blocks() * sum_block(); }
+    INTAGLIO_INLINE std::size_t vectors_across() const { return tile_columns / kTileLanes; }
+    INTAGLIO_INLINE std::size_t blocks() const { return (band_rows * tile_columns + kPixelBlock - 1) / kPixelBlock; }
+    INTAGLIO_INLINE std::size_t weight_term() const { return output_blocks * C * kOutputBlock; }
+    INTAGLIO_INLINE std::size_t pixel_term() const { return blocks() * C * kPixelBlock; }
+    INTAGLIO_INLINE std::size_t sum_block() const { return output_blocks * kOutputBlock * kPixelBlock; }
+    INTAGLIO_INLINE std::size_t sum_term() const { return blocks() * sum_block(); }
 };
 
 // The kernels of one instruction set.

@@ -10,7 +10,7 @@ namespace {
 constexpr std::size_t kBandBytes = std::size_t{16} << 20;
 // Blocks of O in a part.
 constexpr std::size_t kOutputGroup = 8;
-constexpr std::size_t kLeastWinogradChannels = 16, kLeastWinogradWidth = 32;
+constexpr std::size_t kLeastWinogradChannels = 16;
 
 std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
 

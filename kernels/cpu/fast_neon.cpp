@@ -4,7 +4,7 @@
 
 namespace intaglio {
 
-#if INTAGLIO_HAS_neon && INTAGLIO_HAS_neon_i8mm
+#if INTAGLIO_HAS_neon || INTAGLIO_HAS_neon_i8mm
 namespace {
 
 // Bytes of unpacked columns that a part keeps in the second-level cache.
@@ -54,8 +54,12 @@ class FastNeon final : public ParallelWork {
 }  // namespace
 
 std::unique_ptr<ParallelWork> make_fast_neon(const GroupedQuantMatMul& product, InstructionSet set) {
-    if (set == InstructionSet::kNeon) return std::make_unique<FastNeon>(product, fast_neon_neon());
+#if INTAGLIO_HAS_neon_i8mm
     if (set == InstructionSet::kNeonI8mm) return std::make_unique<FastNeon>(product, fast_neon_neon_i8mm());
+#endif
+#if INTAGLIO_HAS_neon
+    if (set == InstructionSet::kNeon) return std::make_unique<FastNeon>(product, fast_neon_neon());
+#endif
     return nullptr;
 }
 

@@ -31,7 +31,8 @@ FastNeonKernel fast_neon_neon() noexcept;
 FastNeonKernel fast_neon_neon_i8mm() noexcept;
 
 // Takes every format that has_fast_matmul (fast_matmul.h) knows, and any number of rows; null where `set` is neither
-// kNeon nor kNeonI8mm. The product must outlive the work, and the machine must have `set`.
+// kNeon nor kNeonI8mm, or the compiler could not build it. The product must outlive the work, and the machine must
+// have `set`.
 std::unique_ptr<ParallelWork> make_fast_neon(const GroupedQuantMatMul& product, InstructionSet set);
 
 }  // namespace intaglio

@@ -23,7 +23,7 @@ struct PanelKernel {
 
 PanelKernel kernel_for(InstructionSet set) {
     constexpr PanelOrder interleaved = PanelOrder::kInterleaved;
-    // These have kernels of their own for any number of rows (fast_rows.h).
+    // These have kernels of their own for many rows (fast_neon.h).
     if (set == InstructionSet::kNeon || set == InstructionSet::kNeonI8mm) return {};
 #if INTAGLIO_HAS_amx
     if (set == InstructionSet::kAmx)

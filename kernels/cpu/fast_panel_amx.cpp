@@ -1,5 +1,6 @@
 // Panels of the weight times strips of x with AMX, compiled for it (for_isa.h).
 
+#include "amx_tiles.h"
 #include "fast_panel.h"
 #include "fast_panel_decode.h"
 
@@ -11,14 +12,6 @@ constexpr std::size_t kSlivers = kFastColumns / kLanes;
 constexpr std::size_t kSliverBytes = kPanelBlock * kLanes;
 constexpr std::size_t kTileBytes = 1024;
 constexpr std::size_t kStripRows = 2 * kTileRows;
-
-struct TileConfig {
-    std::uint8_t palette, start_row, reserved[14];
-    std::uint16_t row_bytes[16];
-    std::uint8_t rows[16];
-};
-alignas(64) const TileConfig kConfig = {
-    1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 
 // What a part keeps in the caches: all but the sums fits the first level.
 struct Workspace {
@@ -225,7 +218,7 @@ void multiply_panel(const PanelPlan& plan, const FastBlock& part, std::byte* scr
 template <int Bits>
 INTAGLIO_INLINE void multiply_bits(const PanelPlan& plan, const FastBlock& part, std::byte* scratch,
                                    Workspace& space) {
-    if (has_offsets(plan.product) || plan.base != plan.product.zero_point)
+    if (plan.product.offset_per_group || plan.base != plan.product.zero_point)
         multiply_panel<Bits, true>(plan, part, scratch, space);
     else
         multiply_panel<Bits, false>(plan, part, scratch, space);
@@ -237,11 +230,11 @@ void INTAGLIO_FOR_ISA(multiply_panel)(const PanelPlan& plan, const FastBlock& pa
                                       std::byte* workspace) noexcept {
     static_assert(sizeof(Workspace) <= kWorkspaceBytes);
     auto& space = *reinterpret_cast<Workspace*>(workspace);
-    _tile_loadconfig(&kConfig);
+    load_tiles();
     if (plan.product.bits == 2) multiply_bits<2>(plan, part, scratch, space);
     if (plan.product.bits == 4) multiply_bits<4>(plan, part, scratch, space);
     if (plan.product.bits == 8) multiply_bits<8>(plan, part, scratch, space);
-    _tile_release();
+    release_tiles();
 }
 
 }  // namespace intaglio

@@ -111,16 +111,7 @@ INTAGLIO_INLINE void decode_scales(const PanelPlan& plan, const PanelPlan::Block
 
 INTAGLIO_INLINE void decode_offsets(const PanelPlan& plan, const PanelPlan::Block& b, std::size_t column, float* to) {
     if (plan.product.offset_per_group) return decode_scales(plan, b, plan.product.offsets, column, to);
-    float offset;
-    load_scales(plan.product.offsets, 0, 1, plan.product.scale_type, &offset);
-    for (std::size_t i = 0; i < b.segments * kFastColumns; ++i) to[i] = offset;
-}
-
-INTAGLIO_INLINE bool has_offsets(const GroupedQuantMatMul& p) {
-    if (p.offset_per_group) return true;
-    float offset;
-    load_scales(p.offsets, 0, 1, p.scale_type, &offset);
-    return offset != 0;
+    for (std::size_t i = 0; i < b.segments * kFastColumns; ++i) to[i] = 0;
 }
 
 // Where y is larger than this, it will not be read from a near cache, and is written past all of them: a line would

@@ -277,10 +277,6 @@ template <int Bits>
 void multiply_panel(const PanelPlan& plan, const FastBlock& part, std::byte* scratch, Workspace& space) {
     const GroupedQuantMatMul& p = plan.product;
     const std::size_t first_row = plan.strip_begin(part.strip), rows = plan.strip_begin(part.strip_end) - first_row;
-    float offset;
-    load_scales(p.offsets, 0, 1, p.scale_type, &offset);
-    const bool has_offsets = p.offset_per_group || offset != 0;
-    for (float& value : space.offsets) value = offset;
     const std::size_t panels = (part.column_end - part.column + kFastColumns - 1) / kFastColumns;
     std::memset(space.sums, 0, sizeof(float) * rows * panels * kFastColumns);
     // Inputs that fill up a segment meet zeros.
@@ -296,7 +292,7 @@ void multiply_panel(const PanelPlan& plan, const FastBlock& part, std::byte* scr
             for (std::size_t strip = part.strip; strip < part.strip_end; ++strip) {
                 const std::size_t strip_rows = plan.strip_begin(strip + 1) - plan.strip_begin(strip);
                 multiply_strip<Bits>(plan, b, space, strip_rows, plan.x_of(scratch, b, strip),
-                                     plan.factors_of(scratch, b, strip), has_offsets, sums);
+                                     plan.factors_of(scratch, b, strip), p.offset_per_group, sums);
                 sums += strip_rows * kFastColumns;
             }
         }

@@ -97,7 +97,7 @@ void multiply_strip(const PanelPlan& plan, const PanelPlan::Block& b, const Work
 template <int Bits>
 void multiply_panel(const PanelPlan& plan, const FastBlock& part, std::byte* scratch, Workspace& space) {
     const GroupedQuantMatMul& p = plan.product;
-    const bool offsets = has_offsets(p);
+    const bool offsets = p.offset_per_group;
     const std::size_t rows = plan.strip_begin(part.strip_end) - plan.strip_begin(part.strip);
     const std::size_t panels = (part.column_end - part.column + kFastColumns - 1) / kFastColumns;
     std::memset(space.sums, 0, sizeof(float) * rows * panels * kFastColumns);

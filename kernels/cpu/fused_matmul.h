@@ -33,7 +33,6 @@ class FusedMatMulWork final : public ParallelWork {
     void compute(std::size_t phase, std::size_t part, std::byte* scratch) const noexcept override;
 
    private:
-
     FusedMatMul fused_;
     const float* x_;  // before the norm
     RowKernels rows_;

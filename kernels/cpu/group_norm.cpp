@@ -1,11 +1,8 @@
 #include "group_norm.h"
 
+#include "group_norm_piece.h"
+
 namespace intaglio {
-
-PieceStatistics piece_statistics_portable(const float* values, std::size_t count) noexcept;
-PieceStatistics piece_statistics_avx2(const float* values, std::size_t count) noexcept;
-PieceStatistics piece_statistics_avx512(const float* values, std::size_t count) noexcept;
-
 namespace {
 
 using PieceFunction = PieceStatistics (*)(const float*, std::size_t) noexcept;

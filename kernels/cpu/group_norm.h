@@ -12,12 +12,6 @@
 
 namespace intaglio {
 
-// Mean of `count` values, at most kGroupPiece, and the sum of their squared distances from it.
-struct PieceStatistics {
-    double mean, squares;
-};
-constexpr std::size_t kGroupPiece = 8192;
-
 // GroupStatistics(x [B, C, ...]) -> mean [B, G], variance [B, G], float32; attribute num_groups. The variance is
 // that of the group itself, divided by the number of its values.
 class GroupStatisticsKernel {

@@ -1,9 +1,8 @@
+#include "group_norm_piece.h"
+
 #include "for_isa.h"
-#include "group_norm.h"
 
 namespace intaglio {
-
-PieceStatistics INTAGLIO_FOR_ISA(piece_statistics)(const float* values, std::size_t count) noexcept;
 
 PieceStatistics INTAGLIO_FOR_ISA(piece_statistics)(const float* values, std::size_t count) noexcept {
     // One sum a lane: their order is the same for every width of vectors.

@@ -12,21 +12,6 @@
 #include <arm_neon.h>
 #endif
 
-#if defined(_MSC_VER) && !defined(__clang__)
-#define INTAGLIO_INLINE __forceinline
-#else
-#define INTAGLIO_INLINE __attribute__((always_inline)) inline
-#endif
-
-// Loops over registers: an array of them stays in memory unless every index is a constant.
-#if defined(__clang__)
-#define INTAGLIO_UNROLL _Pragma("clang loop unroll(full)")
-#elif defined(__GNUC__)
-#define INTAGLIO_UNROLL _Pragma("GCC unroll 16")
-#else
-#define INTAGLIO_UNROLL
-#endif
-
 // Short loops that GCC would unroll into scalars before it looks for vectors.
 #if defined(__GNUC__) && !defined(__clang__)
 #define INTAGLIO_VECTORIZE _Pragma("GCC unroll 1")

@@ -463,6 +463,42 @@ def test_what_does_not_fit_is_named(change: dict[str, np.ndarray], named: str) -
         session.run(None, feeds)
 
 
+def run_in_place(feeds: dict[str, np.ndarray]) -> np.ndarray:
+    """Attended, with present in the memory of past."""
+    session = load(feeds, presents=True)
+    binding = session.io_binding()
+    values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in feeds.items()}
+    for name, value in values.items():
+        binding.bind_ortvalue_input(name, value)
+    binding.bind_output("attended")
+    for name in ("key", "value"):
+        binding.bind_ortvalue_output(f"present_{name}", values[f"past_{name}"])
+    session.run_with_iobinding(binding)
+    return binding.get_outputs()[0].numpy()
+
+
+@pytest.mark.parametrize("mask", [None, np.ones((), bool)])
+def test_a_past_in_place_needs_a_mask_with_its_keys(mask: np.ndarray | None) -> None:
+    """Without new keys, present has the shape of past, filled or not."""
+    feeds = random_feeds(20, 1, 2, 2, 3, 0, 8, 8)
+    feeds |= {f"past_{name}": np.full((1, 2, 6, 8), np.nan, np.float32) for name in ("key", "value")}
+    with pytest.raises(Exception, match="appended to in place, which needs a mask"):
+        run_in_place(feeds if mask is None else {**feeds, "mask": mask})
+    for name in ("key", "value"):
+        feeds[f"past_{name}"][:, :, :4] = 1
+    assert np.isfinite(run_in_place({**feeds, "mask": np.ones((3, 4), bool)})).all()
+
+
+def test_a_mask_is_not_broadcast_along_a_past() -> None:
+    feeds = random_feeds(21, 1, 2, 2, 1, 1, 8, 8)
+    feeds["mask"] = np.ones((1, 1), bool)
+    # The first token of a text, and nothing else.
+    past = {f"past_{name}": np.full((1, 2, 6, 8), np.nan, np.float32) for name in ("key", "value")}
+    assert relative_l2(run_in_place({**feeds, **past}), reference(feeds)) <= EXACT
+    with pytest.raises(Exception, match=r"the mask has shape \[1, 1\], expected one with all 7 keys in its last dim"):
+        load({**feeds, **past}, presents=True).run(None, {**feeds, **past})
+
+
 def test_a_full_buffer_is_named() -> None:
     feeds = random_feeds(19, 1, 2, 2, 3, 3, 8, 8)
     feeds |= {"past_key": np.zeros((1, 2, 6, 8), np.float32), "past_value": np.zeros((1, 2, 6, 8), np.float32)}

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kernel_runner import bits_of, build_model, has_chosen_instruction_set, load, random_rows, run
+from numpy.typing import DTypeLike
 
 from intaglio.kernels.grouped_quant import (
     SCALE_DTYPES,
@@ -216,5 +217,23 @@ def test_vectors_of_every_width_agree(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("INTAGLIO_CPU_ISA", name)
         if has_chosen_instruction_set():
             fused.append(bits_of(run(load_fast(rows, quantization), x)))
+    if len(fused) < 2:
+        pytest.skip("fewer than two instruction sets that fuse are to be had here")
     for y in fused[1:]:
         np.testing.assert_array_equal(y, fused[0])
+
+
+@pytest.mark.parametrize("count", [1, 7, 8])
+@pytest.mark.parametrize("dtype", SCALE_DTYPES)
+@pytest.mark.parametrize("offset", [0.5, -(2.0**-24), -0.0])
+def test_one_offset_for_all_groups_is_added(count: int, dtype: DTypeLike, offset: float, instruction_set: str) -> None:
+    """By the exact kernel unless it is zero: the fast ones have none."""
+    rng = np.random.default_rng(7)
+    quantization = GroupedQuantFormat(4, 32, 8)
+    some = random_rows(rng, (70, 320), quantization, dtype, has_offsets=False)
+    rows = GroupedQuantRows(some.codes, some.scales, np.array(offset, dtype))
+    x = rng.normal(size=(count, 320)).astype(np.float32)
+    y = run(load_fast(rows, quantization), x)
+    exact = run(load(build_model(rows, vars(quantization))), x)
+    assert np.array_equal(bits_of(y), bits_of(exact)) == (offset != 0)
+    assert relative_l2(y, x.astype(np.float64) @ dequantize(rows, quantization).T.astype(np.float64)) <= 8e-3

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import kernel_runner
 import ml_dtypes
 import numpy as np
-import onnx_ir as ir
-import onnxruntime as ort
 import pytest
+from kernel_runner import bits_of, build_model, has_chosen_instruction_set, random_rows, run
 
-from intaglio.kernels import functions
-from intaglio.kernels.cpu.library import library_path
 from intaglio.kernels.grouped_quant import (
-    DOMAIN,
     SCALE_DTYPES,
     GroupedQuantFormat,
     GroupedQuantRows,
@@ -28,46 +25,8 @@ MANY_ROWS = 8
 SMALLEST = 2.0**-120
 
 
-def random_rows(
-    rng: np.random.Generator,
-    shape: tuple[int, int],
-    quantization: GroupedQuantFormat,
-    dtype: np.dtype = SCALE_DTYPES[0],
-    has_offsets: bool = True,
-) -> GroupedQuantRows:
-    groups = quantization.groups_shape(shape)
-    return GroupedQuantRows(
-        codes=rng.integers(0, 256, quantization.codes_shape(shape), dtype=np.uint8),
-        scales=rng.normal(size=groups).astype(dtype),
-        offsets=rng.normal(size=groups).astype(dtype) if has_offsets else np.zeros((), dtype),
-    )
-
-
 def load(rows: GroupedQuantRows, quantization: GroupedQuantFormat, threads: int = 2, fast: int = 1) -> Any:
-    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT))
-    weights = [
-        ir.Value(name=name, const_value=ir.tensor(array, name=name))
-        for name, array in (("codes", rows.codes), ("scales", rows.scales), ("offsets", rows.offsets))
-    ]
-    attributes = {**vars(quantization), "fast": fast}
-    node = ir.node("GroupedQuantMatMul", [x, *weights], attributes=attributes, domain=DOMAIN, num_outputs=1)
-    node.outputs[0].name, node.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
-    imports = {"": functions.OPSET, DOMAIN: 1}
-    graph = ir.Graph([x], node.outputs, nodes=[node], initializers=weights, opset_imports=imports, name="matmul")
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 4
-    options.register_custom_ops_library(str(library_path()))
-    data = ir.serde.serialize_model(ir.Model(graph, ir_version=11)).SerializeToString()
-    return ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-
-
-def run(session: Any, x: np.ndarray) -> np.ndarray:
-    return session.run(None, {"x": x})[0]
-
-
-def bits_of(array: np.ndarray) -> np.ndarray:
-    return array.view(np.uint32)
+    return kernel_runner.load(build_model(rows, {**vars(quantization), "fast": fast}), threads)
 
 
 def rounded_product(x: np.ndarray, rows: GroupedQuantRows, quantization: GroupedQuantFormat) -> np.ndarray:
@@ -95,13 +54,8 @@ def relative_l2(y: np.ndarray, expected: np.ndarray) -> float:
 @pytest.fixture(params=INSTRUCTION_SETS)
 def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("INTAGLIO_CPU_ISA", request.param)
-    quantization = GroupedQuantFormat(8, 16, 0)
-    try:
-        load(random_rows(np.random.default_rng(0), (1, 16), quantization), quantization)
-    except Exception as error:
-        if "this machine or this build lacks" in str(error):
-            pytest.skip(f"{request.param} is not to be had here")
-        raise
+    if not has_chosen_instruction_set():
+        pytest.skip(f"{request.param} is not to be had here")
     return request.param
 
 
