@@ -183,11 +183,12 @@ Problem::Problem(const Case& described)
 void Problem::solve() {
     for (std::size_t m = 0; m < c.M; ++m) {
         std::vector<double> activation_scales, rounded(c.K);
-        for (std::size_t g = 0; g < groups; ++g) {
-            const float* values = x_values.data() + m * c.K + g * c.group_size;
+        const std::size_t piece = activation_group(c.group_size);
+        for (std::size_t g = 0; g < c.K / piece; ++g) {
+            const float* values = x_values.data() + m * c.K + g * piece;
             float largest = 0;
             bool is_finite = true;
-            for (std::size_t k = 0; k < c.group_size; ++k) {
+            for (std::size_t k = 0; k < piece; ++k) {
                 is_finite = is_finite && std::isfinite(values[k]);
                 largest = std::max(largest, std::fabs(values[k]));
             }
@@ -196,15 +197,16 @@ void Problem::solve() {
             activation_scales.push_back(!is_finite ? std::numeric_limits<double>::quiet_NaN()
                                         : is_zero  ? 0.0
                                                    : static_cast<double>(largest / 127.0f));
-            for (std::size_t k = 0; k < c.group_size; ++k)
-                rounded[g * c.group_size + k] = is_finite ? std::nearbyint(values[k] * inverse) : 0.0;
+            for (std::size_t k = 0; k < piece; ++k)
+                rounded[g * piece + k] = is_finite ? std::nearbyint(values[k] * inverse) : 0.0;
         }
         for (std::size_t n = 0; n < c.N; ++n) {
             double exact_sum = 0, exact_all = 0, fast_sum = 0, fast_all = 0;
-            for (std::size_t g = 0; g < groups; ++g) {
-                const float scale = scale_values[n * groups + g], offset = offset_values[n * groups + g];
+            for (std::size_t g = 0; g < c.K / piece; ++g) {
+                const std::size_t group = n * groups + g * piece / c.group_size;
+                const float scale = scale_values[group], offset = offset_values[group];
                 double dot = 0, dot_size = 0, sum = 0;
-                for (std::size_t k = g * c.group_size; k < (g + 1) * c.group_size; ++k) {
+                for (std::size_t k = g * piece; k < (g + 1) * piece; ++k) {
                     const int code = code_values[n * c.K + k] - product.zero_point;
                     const float scaled = static_cast<float>(code) * scale;
                     const double term = static_cast<double>(x_values[m * c.K + k]) * static_cast<double>(scaled + offset);
