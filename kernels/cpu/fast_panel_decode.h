@@ -71,10 +71,11 @@ INTAGLIO_INLINE void decode_columns(const GroupedQuantMatMul& p, int base, std::
     for (std::size_t i = 0; i < kLanes; ++i)
         rows[i] = p.codes + (smaller(column + i, p.N - 1) * p.K + k) / per_byte;
     const __m512i zero = _mm512_set1_epi8(static_cast<char>(base));
-    const std::size_t bytes = count / per_byte;
+    // A row may end before the inputs, which are a multiple of 16.
+    const std::size_t bytes = count / per_byte, row_bytes = (p.K - k) / per_byte;
     for (std::size_t at = 0; at < bytes; at += 16) {
-        const std::size_t left = smaller(bytes - at, 16);
-        const Words words = load_words(rows, at, static_cast<__mmask16>((1u << left) - 1));
+        const std::size_t left = smaller(bytes - at, 16), in_row = smaller(left, row_bytes - at);
+        const Words words = load_words(rows, at, static_cast<__mmask16>((1u << in_row) - 1));
         for (std::size_t i = 0; i < (left + 3) / 4; ++i) {
             const __m512i word = i == 0 ? words.word[0] : i == 1 ? words.word[1] : i == 2 ? words.word[2] : words.word[3];
             INTAGLIO_UNROLL

@@ -68,4 +68,4 @@ def test_the_arm_kernels_pass_under_qemu(tmp_path: Path) -> None:
     # The fast kernels took products, with few rows and many, and were not passed over.
     for name in ("neon", "neon_i8mm"):
         line = next(line for line in said.splitlines() if line.startswith(f"{name}:"))
-        assert int(line.split("fast ")[1].split(",")[0].split()[0]) > 800, said
+        assert int(line.split("fast ")[1].split(",")[0]) > 250, said

@@ -306,9 +306,10 @@ std::vector<Case> cases() {
                                   {1000, 1}, {24, 5}, {4096, 2}};
     constexpr std::size_t columns[] = {1, 3, 4, 5, 17, 70};
     std::size_t i = 0;
+    // Each weight with a third of the numbers of rows, and each number with a third of the weights.
     for (int bits : {2, 4, 8})
         for (const Weight& weight : weights)
-            for (std::size_t M = 0; M <= 17; ++M, ++i)
+            for (std::size_t M = i++ % 3; M <= 17; M += 3, i += 7)
                 all.push_back({M, weight.group_size > 1000 ? 3 : columns[i % 6], weight.group_size * weight.groups,
                                weight.group_size, bits, static_cast<ScaleType>(i / 2 % 3), i % 2 == 0, i % 5 == 0});
     // Parts of their own size, and rows of a weight far apart.
