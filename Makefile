@@ -32,11 +32,12 @@ lint: $(VENV)/oracles
 
 # Full-size checks and the benchmark page's figures: minutes of work and tens of gigabytes of disk.
 bench: $(VENV)/oracles $(BUNDLE)/bundle.json
+	$(BIN)/intaglio bench --kernels
 	$(BIN)/python -m pytest -m full_size -s
 	$(BIN)/intaglio compile $(BUNDLE)
 	$(BIN)/intaglio bench $(BUNDLE)
 	$(MAKE) $(KLEIN)/bundle.json
-	$(BIN)/intaglio compile $(KLEIN)
+	$(BIN)/intaglio compile $(KLEIN) --accuracy fast
 	$(BIN)/intaglio bench $(KLEIN) --against diffusers
 	$(BIN)/intaglio run $(KLEIN) "$(PICTURE)" -o $(KLEIN).png --seed 42 --memory-budget 3500MiB
 
