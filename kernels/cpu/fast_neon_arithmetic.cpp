@@ -92,19 +92,26 @@ template <int Bits>
 INTAGLIO_INLINE void unpack(const std::uint8_t* packed, std::size_t count, int shift, std::int8_t* codes) {
     const int8x16_t shifts = vdupq_n_s8(static_cast<std::int8_t>(shift));
     constexpr int mask = (1 << Bits) - 1;
+    constexpr std::size_t per_byte = 8 / Bits;
     const auto shifted = [shifts](uint8x16_t code) { return vsubq_s8(vreinterpretq_s8_u8(code), shifts); };
     std::size_t b = 0;
     for (; b + 16 <= count; b += 16) {
         const uint8x16_t bytes = vld1q_u8(packed + b), low = vandq_u8(bytes, vdupq_n_u8(mask));
         if constexpr (Bits == 8) vst1q_s8(codes + b, shifted(bytes));
-        if constexpr (Bits == 4) vst2q_s8(codes + 2 * b, {{shifted(low), shifted(vshrq_n_u8(bytes, 4))}});
-        if constexpr (Bits == 2)
-            vst4q_s8(codes + 4 * b, {{shifted(low), shifted(vandq_u8(vshrq_n_u8(bytes, 2), vdupq_n_u8(mask))),
-                                      shifted(vandq_u8(vshrq_n_u8(bytes, 4), vdupq_n_u8(mask))),
-                                      shifted(vshrq_n_u8(bytes, 6))}});
+        if constexpr (Bits == 4) {
+            const int8x16x2_t halves = {shifted(low), shifted(vshrq_n_u8(bytes, 4))};
+            vst2q_s8(codes + 2 * b, halves);
+        }
+        if constexpr (Bits == 2) {
+            const int8x16x4_t quarters = {shifted(low), shifted(vandq_u8(vshrq_n_u8(bytes, 2), vdupq_n_u8(mask))),
+                                          shifted(vandq_u8(vshrq_n_u8(bytes, 4), vdupq_n_u8(mask))),
+                                          shifted(vshrq_n_u8(bytes, 6))};
+            vst4q_s8(codes + 4 * b, quarters);
+        }
     }
     for (; b < count; ++b)
-        for (int j = 0; j < 8 / Bits; ++j) codes[b * (8 / Bits) + j] = static_cast<std::int8_t>((packed[b] >> Bits * j & mask) - shift);
+        for (std::size_t j = 0; j < per_byte; ++j)
+            codes[b * per_byte + j] = static_cast<std::int8_t>((packed[b] >> Bits * j & mask) - shift);
 }
 
 template <int Bits>

@@ -209,7 +209,8 @@ void Problem::solve() {
                 for (std::size_t k = g * piece; k < (g + 1) * piece; ++k) {
                     const int code = code_values[n * c.K + k] - product.zero_point;
                     const float scaled = static_cast<float>(code) * scale;
-                    const double term = static_cast<double>(x_values[m * c.K + k]) * static_cast<double>(scaled + offset);
+                    const double weight = static_cast<double>(scaled + offset);
+                    const double term = static_cast<double>(x_values[m * c.K + k]) * weight;
                     exact_sum += term;
                     exact_all += std::fabs(term);
                     dot += code * rounded[k];
@@ -265,11 +266,12 @@ struct Tally {
     double worst = 0;
 };
 
-void check(const Problem& problem, const std::string& kernel, const ParallelWork& work, const std::vector<double>& expected,
-           const std::vector<double>& sizes, Tally& tally) {
+void check(const Problem& problem, const std::string& kernel, const ParallelWork& work,
+           const std::vector<double>& expected, const std::vector<double>& sizes, Tally& tally) {
     const std::vector<float> one = result_of(problem, work, 1), many = result_of(problem, work, 3);
     std::string fault;
-    if (!one.empty() && std::memcmp(one.data(), many.data(), one.size() * sizeof(float)) != 0) fault = "depends on threads";
+    if (!one.empty() && std::memcmp(one.data(), many.data(), one.size() * sizeof(float)) != 0)
+        fault = "depends on threads";
     for (const Buffer* buffer : {&problem.x, &problem.codes, &problem.scales, &problem.offsets, &problem.y})
         if (!buffer->is_whole()) fault = "wrote beside a buffer";
     for (std::size_t i = 0; i < one.size(); ++i) {
