@@ -52,6 +52,9 @@ class GraphSession:
             disabled_optimizers=[] if unpack else ["ConstantFolding"],
         )
 
+    def new_cache(self, batch: int) -> None:
+        """None: the portable graph takes and gives its key-value cache whole."""
+
     def run(
         self, feeds: Mapping[str, Any], outputs: Collection[str] | None = None, *, resident: Collection[str] = ()
     ) -> dict[str, Any]:
