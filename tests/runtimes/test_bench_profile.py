@@ -58,6 +58,6 @@ def test_a_language_model_has_profiles_of_prefill_and_decode(tmp_path: Path) -> 
     (row,) = intaglio.bench(tmp_path / "bundle", prompt_tokens=5, new_tokens=2, repeats=1, profile=True)["rows"]
     layers = open_engine(tmp_path / "bundle").bundle.language_model.config["num_hidden_layers"]
     for key, tokens in (("prefill_profile", 5), ("decode_profile", 1)):
-        attentions = [kind["count"] for kind in row[key]["operators"] if kind["op_type"] == "Attention"]
+        attentions = [kind["count"] for kind in row[key]["operators"] if kind["op_type"] == "FusedAttention"]
         assert attentions == [layers]
         assert any(node["shapes"].startswith(f"1x{tokens}x") for node in row[key]["nodes"])
