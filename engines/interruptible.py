@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from functools import cache
 from typing import TypeVar
 
@@ -37,9 +36,7 @@ def call_interruptibly(call: Callable[[], _Result], stop: Callable[[], object]) 
     try:
         _worker().submit(_fulfil, future, call)
         while not future.done():
-            # A third cheaper than waiting for a set of futures, at every token.
-            with suppress(TimeoutError):
-                future.exception(_POLL_SECONDS)
+            wait([future], _POLL_SECONDS)
         return future.result()
     except BaseException:
         if not future.cancel() and not future.done():
