@@ -5,6 +5,8 @@
 #include <memory>
 #include <new>
 
+#include "ceil_div.h"
+
 namespace intaglio {
 namespace {
 
@@ -14,8 +16,6 @@ constexpr std::size_t kWantedParts = 32;
 constexpr std::size_t kSmall = std::size_t{1} << 18;
 // Rows and keys from which on digits are worth packing, and what the packed heads of a round may take.
 constexpr std::size_t kDigitRows = 64, kRoundBytes = std::size_t{32} << 20;
-
-std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
 
 // Memory of this thread, grown when more is asked for and kept until the thread ends; null where there is none.
 float* thread_memory(std::size_t floats) noexcept {
@@ -33,33 +33,24 @@ float* thread_memory(std::size_t floats) noexcept {
     return block.get();
 }
 
-// What the kernels in float32 are compiled for.
-enum class Level { kPortable, kAvx2, kAvx512 };
-
-Level level_of(InstructionSet set) {
-    if (set >= InstructionSet::kAvx512) return Level::kAvx512;
-    if (set >= InstructionSet::kAvx2) return Level::kAvx2;
-    return Level::kPortable;
-}
-
-void attend_tiles(Level level, const Attention& attention, const AttentionRows& rows, float* memory) noexcept {
+void attend_tiles(Float32Level level, const Attention& attention, const AttentionRows& rows, float* memory) noexcept {
 #if INTAGLIO_HAS_avx512
-    if (level == Level::kAvx512) return attend_tiles_avx512(attention, rows, memory);
+    if (level == Float32Level::kAvx512) return attend_tiles_avx512(attention, rows, memory);
 #endif
 #if INTAGLIO_HAS_avx2
-    if (level == Level::kAvx2) return attend_tiles_avx2(attention, rows, memory);
+    if (level == Float32Level::kAvx2) return attend_tiles_avx2(attention, rows, memory);
 #endif
     (void)level;
     attend_tiles_portable(attention, rows, memory);
 }
 
-void attend_split(Level level, const Attention& attention, const AttentionRows& rows, std::size_t split,
+void attend_split(Float32Level level, const Attention& attention, const AttentionRows& rows, std::size_t split,
                   float* partial) noexcept {
 #if INTAGLIO_HAS_avx512
-    if (level == Level::kAvx512) return attend_split_avx512(attention, rows, split, partial);
+    if (level == Float32Level::kAvx512) return attend_split_avx512(attention, rows, split, partial);
 #endif
 #if INTAGLIO_HAS_avx2
-    if (level == Level::kAvx2) return attend_split_avx2(attention, rows, split, partial);
+    if (level == Float32Level::kAvx2) return attend_split_avx2(attention, rows, split, partial);
 #endif
     (void)level;
     attend_split_portable(attention, rows, split, partial);
@@ -147,7 +138,7 @@ void AttentionWork::compute(std::size_t phase, std::size_t part, std::byte* scra
     if (splits_) {
         const std::size_t head = part / splits_;
         const AttentionRows rows{head / a.K, head % a.K, 0, rows_};
-        return attend_split(level_of(set_), a, rows, part % splits_, partials + part * partial_floats_);
+        return attend_split(float32_level(set_), a, rows, part % splits_, partials + part * partial_floats_);
     }
     float* memory = thread_memory(std::max(tile_memory(a), has_digits_ ? digits_memory(a) : 0));
     if (!memory) {
@@ -163,11 +154,11 @@ void AttentionWork::compute(std::size_t phase, std::size_t part, std::byte* scra
         if (packs)
             return pack_digits_amx(a, layout_, head / a.K, head % a.K, part % layout_.blocks, packed, memory);
         const AttentionRows rows = rows_of(head, part % row_parts_);
-        if (!attend_digits_amx(a, layout_, rows, packed, memory)) attend_tiles(level_of(set_), a, rows, memory);
+        if (!attend_digits_amx(a, layout_, rows, packed, memory)) attend_tiles(float32_level(set_), a, rows, memory);
         return;
     }
 #endif
-    attend_tiles(level_of(set_), a, rows_of(part / row_parts_, part % row_parts_), memory);
+    attend_tiles(float32_level(set_), a, rows_of(part / row_parts_, part % row_parts_), memory);
 }
 
 AttentionRows AttentionWork::rows_of(std::size_t head, std::size_t part) const {

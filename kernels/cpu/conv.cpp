@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <new>
 
+#include "ceil_div.h"
 #if INTAGLIO_HAS_amx
 #include "conv_amx.h"
 #endif
@@ -27,8 +28,6 @@ class FloatConvKernel : public ConvKernel {
 };
 
 #if INTAGLIO_HAS_amx
-
-std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
 
 class AmxPacking : public ParallelWork {
    public:

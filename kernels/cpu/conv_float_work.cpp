@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "conv.h"
+#include "ceil_div.h"
 #include "conv_float.h"
 
 namespace intaglio {
@@ -11,8 +12,6 @@ constexpr std::size_t kBandBytes = std::size_t{16} << 20;
 // Blocks of O in a part.
 constexpr std::size_t kOutputGroup = 8;
 constexpr std::size_t kLeastWinogradChannels = 16;
-
-std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
 
 const FloatConvKernels& kernels_of(InstructionSet set) {
     switch (set) {

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "ceil_div.h"
+
 namespace intaglio {
 
 #if INTAGLIO_HAS_neon || INTAGLIO_HAS_neon_i8mm
@@ -13,8 +15,6 @@ constexpr std::size_t kPanelBytes = std::size_t{1} << 17;
 constexpr std::size_t kParts = 32;
 // Fewer multiplications than this are done before another thread has begun.
 constexpr std::size_t kSmallWork = std::size_t{1} << 17;
-
-std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
 
 // Phase 0 quantizes x, phase 1 multiplies.
 class FastNeon final : public ParallelWork {

@@ -4,14 +4,13 @@
 // Groups are padded with zeros to a multiple of kSpan inputs.
 
 #include "fast_activations.h"
+#include "ceil_div.h"
 #include "fast_neon.h"
 
 namespace intaglio {
 namespace {
 
 constexpr std::size_t kSpan = 16;
-
-INTAGLIO_INLINE std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
 
 // Sizes in bytes and where the parts begin. A tile of rows: codes; then for each group and row its scale, its scale
 // times its sum, and what is to be added to its dot products. A tile of columns: codes; then for each group and

@@ -4,13 +4,14 @@
 #include <atomic>
 #include <thread>
 
+#include "ceil_div.h"
+
 namespace intaglio {
 namespace {
 
 // A product is cut into at least this many parts where it is large enough, so that the threads end together.
 constexpr std::size_t kParts = 48, kMinPartRows = 96;
 
-std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
 std::size_t round_up(std::size_t a, std::size_t b) { return ceil_div(a, b) * b; }
 
 struct PanelKernel {

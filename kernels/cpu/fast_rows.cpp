@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "ceil_div.h"
+
 namespace intaglio {
 namespace {
 
@@ -13,8 +15,6 @@ constexpr std::size_t kColumns = 4;
 constexpr std::size_t kParts = 64, kMinPartBytes = std::size_t{1} << 15;
 // Below this many bytes a second thread does not help.
 constexpr std::size_t kSmallBytes = std::size_t{1} << 16;
-
-std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
 
 FastRowsKernel kernel_of(InstructionSet set) {
 #if INTAGLIO_HAS_avx512_vnni

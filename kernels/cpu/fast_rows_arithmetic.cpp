@@ -5,6 +5,7 @@
 // into the order in which the codes of a unit come out of its bytes, so that codes are never moved across lanes.
 
 #include "fast_activations.h"
+#include "ceil_div.h"
 #include "fast_rows.h"
 #include "fast_rows_vector.h"
 
@@ -13,8 +14,6 @@ namespace {
 
 // Packed bytes ahead of the load: what the memory delivers while the loads under way are waited for.
 constexpr std::size_t kAhead = 6144;
-
-INTAGLIO_INLINE std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
 
 // How a row of the weight is cut, and where its activations lie.
 struct Layout {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "ceil_div.h"
 #include "fast_matmul.h"
 
 namespace intaglio {
@@ -12,8 +13,6 @@ namespace {
 constexpr std::size_t kPartRows = 8;
 
 constexpr std::size_t kAlignment = 64;
-
-std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
 
 // What lies between the phases, kept until the thread ends like the scratch memory of works, whose address is not
 // known while a work is made.

@@ -4,6 +4,8 @@
 #include <memory>
 #include <new>
 
+#include "ceil_div.h"
+
 namespace intaglio {
 namespace {
 
@@ -18,8 +20,6 @@ constexpr std::size_t kPanelRows = 8, kMaxColumns = 64;
 // below these sizes: each part decodes its columns of the weight and copies its rows of x.
 constexpr std::size_t kParts = 32, kMinPartColumns = 48, kMinPartRows = 192;
 
-std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
-
 // The panel of this thread, kept until the thread ends; null where there is no memory for it.
 float* thread_panel() noexcept {
     struct alignas(64) Panel {
@@ -28,15 +28,6 @@ float* thread_panel() noexcept {
     static thread_local std::unique_ptr<Panel> panel;
     if (!panel) panel.reset(new (std::nothrow) Panel);
     return panel ? panel->values : nullptr;
-}
-
-// What the exact kernels are compiled for.
-enum class Level { kPortable, kAvx2, kAvx512 };
-
-Level level_of(InstructionSet set) {
-    if (set >= InstructionSet::kAvx512) return Level::kAvx512;
-    if (set >= InstructionSet::kAvx2) return Level::kAvx2;
-    return Level::kPortable;
 }
 
 }  // namespace
@@ -72,13 +63,13 @@ void Partition::compute(std::size_t, std::size_t part, std::byte*) const noexcep
     block.column_end = std::min(block.column + columns_, p.N);
     // Without memory for a panel the other regime computes the same, but slower.
     float* panel = has_many_rows_ ? thread_panel() : nullptr;
-    const Level level = level_of(set_);
+    const Float32Level level = float32_level(set_);
 #if INTAGLIO_HAS_avx512
-    if (level == Level::kAvx512)
+    if (level == Float32Level::kAvx512)
         return panel ? compute_panel_avx512(p, block, panel) : compute_block_avx512(p, block);
 #endif
 #if INTAGLIO_HAS_avx2
-    if (level == Level::kAvx2)
+    if (level == Float32Level::kAvx2)
         return panel ? compute_panel_avx2(p, block, panel) : compute_block_avx2(p, block);
 #endif
     (void)level;

@@ -131,4 +131,10 @@ InstructionSet chosen_instruction_set() {
     return best;
 }
 
+Float32Level float32_level(InstructionSet set) {
+    if (set >= InstructionSet::kAvx512) return Float32Level::kAvx512;
+    if (set >= InstructionSet::kAvx2) return Float32Level::kAvx2;
+    return Float32Level::kPortable;
+}
+
 }  // namespace intaglio

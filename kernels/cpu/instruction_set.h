@@ -21,4 +21,8 @@ bool has_instruction_set(InstructionSet set);
 // out. Throws std::invalid_argument if that one is unknown or missing.
 InstructionSet chosen_instruction_set();
 
+// What kernels in float32 are compiled for, and which of it serves `set`.
+enum class Float32Level { kPortable, kAvx2, kAvx512 };
+Float32Level float32_level(InstructionSet set);
+
 }  // namespace intaglio

@@ -7,6 +7,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from kernel_runner import random_rows
 from numpy.typing import DTypeLike
 from onnxscript import GraphBuilder
 
@@ -21,21 +22,6 @@ from intaglio.kernels.grouped_quant import (
     pack_codes,
     unpack_codes,
 )
-
-
-def random_rows(
-    rng: np.random.Generator,
-    shape: tuple[int, int],
-    quantization: GroupedQuantFormat,
-    dtype: DTypeLike = np.float16,
-    has_offsets: bool = True,
-) -> GroupedQuantRows:
-    groups = quantization.groups_shape(shape)
-    return GroupedQuantRows(
-        codes=rng.integers(0, 256, quantization.codes_shape(shape), dtype=np.uint8),
-        scales=rng.normal(size=groups).astype(dtype),
-        offsets=rng.normal(size=groups).astype(dtype) if has_offsets else np.zeros((), dtype),
-    )
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
