@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # In the environment, so that what builds the wheel is pinned too.
 export PIP_CONSTRAINT := $(CURDIR)/.ci/constraints.txt
-ROOMS := src scripts exporters kernels engines runtimes
+ROOMS := src scripts exporters kernels engines runtimes trainer
 # The folders too: a file that is deleted changes only those.
 SOURCES := $(shell find $(ROOMS) -type d -not -name __pycache__) $(shell find $(ROOMS) -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' -o -name py.typed)
 BUNDLE := bundles/smollm2
@@ -72,7 +72,7 @@ $(VENV)/installed: build/wheel/built .ci/constraints.txt
 	touch $@
 
 $(VENV)/oracles: $(VENV)/installed
-	$(PIP) "$$(echo build/wheel/*.whl)[cpu,dev,oracles]"
+	$(PIP) "$$(echo build/wheel/*.whl)[cpu,dev,oracles,train]"
 	touch $@
 
 clean:
