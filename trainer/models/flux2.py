@@ -1,0 +1,109 @@
+"""FLUX.2's autoencoder, transformer and text encoder for training: diffusers' and transformers' own classes.
+
+Shape suffixes: B batch, C packed latent channels, H rows and W columns of the latent grid, S image tokens, T text
+tokens. Latents are packed and normalised as Flux2KleinPipeline does it, so a trained model runs there as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
+from transformers import Qwen3Config, Qwen3Model
+
+from intaglio.errors import ConfigError
+
+
+def build_vae(config: dict[str, Any]) -> AutoencoderKLFlux2:
+    """An autoencoder of diffusers' ``config`` with fresh weights; the keys are those of its ``config.json``."""
+    return AutoencoderKLFlux2.from_config(config)
+
+
+def build_transformer(config: dict[str, Any]) -> Flux2Transformer2DModel:
+    """A transformer of diffusers' ``config`` with fresh weights, which starts as the identity of adaptive norms.
+
+    The output projection and all modulations start at zero, as in DiT (Peebles and Xie 2022, arXiv:2212.09748).
+    """
+    transformer = Flux2Transformer2DModel.from_config(config)
+    for name, module in transformer.named_modules():
+        if isinstance(module, torch.nn.Linear) and ("modulation" in name or name in ("norm_out.linear", "proj_out")):
+            torch.nn.init.zeros_(module.weight)
+    return transformer
+
+
+def build_text_encoder(config: dict[str, Any]) -> Qwen3Model:
+    """A Qwen3 decoder without its head, of transformers' ``config`` with fresh weights."""
+    return Qwen3Model(Qwen3Config(**config))
+
+
+def pack(latents_BLHW: torch.Tensor, patch: int) -> torch.Tensor:
+    """Latents ``[B, L, H * patch, W * patch]`` as a grid of patches ``[B, L * patch ** 2, H, W]``."""
+    batch, channels, height, width = latents_BLHW.shape
+    patches = latents_BLHW.reshape(batch, channels, height // patch, patch, width // patch, patch)
+    return patches.permute(0, 1, 3, 5, 2, 4).reshape(batch, -1, height // patch, width // patch)
+
+
+def unpack(latents_BCHW: torch.Tensor, patch: int) -> torch.Tensor:
+    """The inverse of :func:`pack`."""
+    batch, channels, height, width = latents_BCHW.shape
+    patches = latents_BCHW.reshape(batch, channels // patch**2, patch, patch, height, width)
+    return patches.permute(0, 1, 4, 2, 5, 3).reshape(batch, -1, height * patch, width * patch)
+
+
+def normalise(vae: AutoencoderKLFlux2, latents_BCHW: torch.Tensor) -> torch.Tensor:
+    """Packed latents with the mean 0 and the variance 1 that the batch norm's running statistics give them."""
+    mean, std = _statistics(vae)
+    return (latents_BCHW - mean) / std
+
+
+def denormalise(vae: AutoencoderKLFlux2, latents_BCHW: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`normalise`."""
+    mean, std = _statistics(vae)
+    return latents_BCHW * std + mean
+
+
+def _statistics(vae: AutoencoderKLFlux2) -> tuple[torch.Tensor, torch.Tensor]:
+    mean = vae.bn.running_mean.view(1, -1, 1, 1)
+    return mean, torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps)
+
+
+def image_ids(height: int, width: int) -> torch.Tensor:
+    """Position ids of the picture's tokens, ``[S, 4]``: (0, row, column, 0), row by row."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    return torch.cartesian_prod(zero, torch.arange(height), torch.arange(width), zero)
+
+
+def text_ids(length: int) -> torch.Tensor:
+    """Position ids of the text's tokens, ``[T, 4]``: (0, 0, 0, position)."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    return torch.cartesian_prod(zero, zero, zero, torch.arange(length))
+
+
+def conditioning(
+    text_encoder: Qwen3Model, layers: Sequence[int], input_ids_BT: torch.Tensor, mask_BT: torch.Tensor
+) -> torch.Tensor:
+    """The hidden states of ``layers`` side by side, ``[B, T, layers * hidden]``; padding is masked in the encoder."""
+    states = text_encoder(
+        input_ids=input_ids_BT, attention_mask=mask_BT, output_hidden_states=True, use_cache=False
+    ).hidden_states
+    return torch.cat([states[layer] for layer in layers], dim=-1)
+
+
+def check_fit(
+    transformer: Flux2Transformer2DModel, text_encoder: Qwen3Model, vae: AutoencoderKLFlux2, layers: Sequence[int]
+) -> None:
+    """Whether the parts have each other's widths. Raises ConfigError."""
+    hidden, last = text_encoder.config.hidden_size, text_encoder.config.num_hidden_layers
+    if not layers or not all(0 <= layer <= last for layer in layers):
+        raise ConfigError(f"text_encoder_out_layers is {list(layers)}; expected layers from 0 to {last}")
+    if transformer.config.joint_attention_dim != len(layers) * hidden:
+        raise ConfigError(
+            f"joint_attention_dim is {transformer.config.joint_attention_dim}; {len(layers)} layers of {hidden} are "
+            f"{len(layers) * hidden} wide"
+        )
+    packed = vae.config.latent_channels * math.prod(vae.config.patch_size)
+    if transformer.config.in_channels != packed:
+        raise ConfigError(f"in_channels is {transformer.config.in_channels}; the packed latents have {packed} channels")
