@@ -9,13 +9,14 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, model_validator
 from torch import nn
 
 from intaglio.errors import ConfigError, WeightsError
-from intaglio.kernels.quantize import Arithmetic, Quantization, quantize_groups
+from intaglio.kernels.quantize import GROUP_SIZES, Arithmetic, Quantization, quantize_groups
 
 TORCH = Arithmetic(torch, lambda values: values.bfloat16().float())
 # Weights that are rounded at once on a CPU: few enough that they stay in its cache between operations.
@@ -84,12 +85,35 @@ class QuantizationRule:
     quantization: Quantization | None
 
 
+class QuantizationSettings(BaseModel):
+    """One ``[[quantization]]`` of a recipe: which linear layers get which format; ``none`` leaves them dense."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    modules: str
+    format: Literal["ternary", "affine4", "int8", "none"]
+    group_size: int | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> QuantizationSettings:
+        if self.format == "none" and self.group_size is not None:
+            raise ValueError(f"group_size is {self.group_size}, but the format is none; leave it out")
+        assert self.rule
+        return self
+
+    @property
+    def rule(self) -> QuantizationRule:
+        """As :func:`quantize_linears` takes it."""
+        wanted = None if self.format == "none" else Quantization(self.format, self.group_size)
+        return QuantizationRule(self.modules, wanted)
+
+
 def quantize_linears(model: nn.Module, rules: Sequence[QuantizationRule]) -> dict[str, Quantization]:
     """Makes linear layers of ``model`` :class:`QuantizedLinear`, and returns those by name.
 
     A layer follows the first rule that its name matches; one that matches none stays dense. Parameters stay the same
-    objects under the same names. Raises ConfigError where a rule matches no layer, a layer is quantized already, or
-    groups do not divide its rows, and WeightsError where it holds a value that is not finite, naming the layer.
+    objects under the same names. Raises ConfigError where a rule matches no layer, or a layer cannot be quantized as it
+    says, and WeightsError where a weight is not finite, naming the layer; then the model is as it was.
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for rule in rules:
@@ -99,22 +123,42 @@ def quantize_linears(model: nn.Module, rules: Sequence[QuantizationRule]) -> dic
                 f"quantization: modules = {rule.modules!r} matches no linear layer of {type(model).__name__}; its "
                 f"linear layers are {some}{', …' if len(linears) > 4 else ''}"
             )
-    chosen: dict[str, Quantization] = {}
+    owners = _owners(model)
+    layers: dict[str, QuantizedLinear] = {}
     for name, module in linears.items():
         quantization = next((r.quantization for r in rules if fnmatch.fnmatchcase(name, r.modules)), None)
-        if quantization is None:
-            continue
-        if type(module) is not nn.Linear:
-            raise ConfigError(f"quantization: {name} is a {type(module).__name__}; quantized are plain linear layers")
-        check_finite(name, module.weight)
-        try:
-            layer = QuantizedLinear.of(module, quantization)
-        except ValueError as error:
-            raise ConfigError(f"quantization: {name}: {error}; choose another group size, or leave it dense") from error
+        if quantization is not None:
+            layers[name] = _layer(name, module, quantization, owners)
+    for name, layer in layers.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
-        chosen[name] = quantization
-    return chosen
+    return {name: layer.quantization for name, layer in layers.items()}
+
+
+def _owners(model: nn.Module) -> dict[int, list[str]]:
+    """The names that each parameter has."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    return owners
+
+
+def _layer(name: str, module: nn.Linear, quantization: Quantization, owners: dict[int, list[str]]) -> QuantizedLinear:
+    if type(module) is not nn.Linear:
+        raise ConfigError(f"quantization: {name} is a {type(module).__name__}; quantized are plain linear layers")
+    if others := [other for other in owners[id(module.weight)] if other != f"{name}.weight"]:
+        raise ConfigError(
+            f"quantization: {name} shares its weight with {others[0].removesuffix('.weight')}, which would not be "
+            "quantized; untie them, or leave it dense"
+        )
+    check_finite(name, module.weight)
+    try:
+        if quantization.format == "int8" and module.in_features % min(GROUP_SIZES):
+            # No published file has other groups.
+            raise ValueError(f"its {module.in_features} inputs are no multiple of {min(GROUP_SIZES)}")
+        return QuantizedLinear.of(module, quantization)
+    except ValueError as error:
+        raise ConfigError(f"quantization: {name}: {error}; choose another group size, or leave it dense") from error
 
 
 def check_finite(name: str, weight: torch.Tensor) -> None:

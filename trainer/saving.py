@@ -27,6 +27,7 @@ from intaglio.exporters.checkpoints.tensors import ArrayTensor, CheckpointTensor
 from intaglio.kernels.grouped_quant import GroupedQuantFormat, GroupedQuantRows, dequantize
 from intaglio.kernels.quantize import GROUP_SIZES, SCALE_DTYPE, quantize
 from intaglio.output import replaced_file
+from intaglio.trainer.loading import FROZEN_PARTS, FrozenQuantizedLinear
 from intaglio.trainer.quantization import QuantizedLinear, check_finite, quantized_weight
 
 _DTYPES: dict[torch.dtype, tuple[str, np.dtype[Any]]] = {
@@ -43,16 +44,15 @@ def save_quantized(model: Any, folder: Path, dtype: torch.dtype | None = None) -
     says in ``quantization`` what is packed how, as mlx-lm writes it: a common setting, and those of layers that have
     another. Raises WeightsError on a packed weight that is not finite, or a dense one that ``dtype`` does not hold.
     """
-    packed = {f"{name}.weight": packed_weight(name, layer) for name, layer in _quantized(model).items()}
+    packed = _packed(model)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         # Which tensors a model has in a file, and under which names, is known to its own library.
         model.save_pretrained(temporary)
         written = open_checkpoint(temporary)
-        if missing := sorted(packed.keys() - written.tensors.keys()):
-            raise WeightsError(f"{missing[0]}: is not what {type(model).__name__} writes under its name")
         stem = re.sub(r"-\d+-of-\d+$", "", written.files[0].stem)
-        tensors = {name: packed.get(name) or _dense(tensor, dtype) for name, tensor in written.tensors.items()}
+        dense = _without(written.tensors, packed)
+        tensors = {**packed, **{name: _dense(tensor, dtype) for name, tensor in dense.items()}}
         files = write_shards(folder, tensors, {"format": "mlx" if packed else "pt"}, stem=stem)
         config = dict(written.config)
         if dtype is not None and "dtype" in config:
@@ -64,6 +64,18 @@ def save_quantized(model: Any, folder: Path, dtype: torch.dtype | None = None) -
             if file.name != "config.json" and ".safetensors" not in file.name:
                 shutil.copyfile(file, folder / file.name)
     return files
+
+
+def _packed(model: nn.Module) -> dict[str, ArrayTensor]:
+    """The weights of the quantized layers, trained and frozen ones."""
+    packed = {}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            packed[f"{name}.weight"] = packed_weight(name, module)
+        elif isinstance(module, FrozenQuantizedLinear):
+            shape = (module.out_features, module.in_features)
+            packed[f"{name}.weight"] = ArrayTensor(f"{name}.weight", shape, "frozen", module.rows(), module.layout)
+    return packed
 
 
 def packed_weight(name: str, layer: QuantizedLinear) -> ArrayTensor:
@@ -87,8 +99,19 @@ def packed_weight(name: str, layer: QuantizedLinear) -> ArrayTensor:
     return ArrayTensor(f"{name}.weight", weight.shape, layer.quantization.format, rows, quantized)
 
 
-def _quantized(model: nn.Module) -> dict[str, QuantizedLinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+def _without(
+    tensors: Mapping[str, CheckpointTensor], packed: Mapping[str, CheckpointTensor]
+) -> dict[str, CheckpointTensor]:
+    """What is left of the ``tensors`` that a library writes when those that stand for ``packed`` ones are gone."""
+    left = dict(tensors)
+    for name in packed:
+        # A frozen layer has parts in place of a weight.
+        found = [part for part in (name, *(name[: -len("weight")] + part for part in FROZEN_PARTS)) if part in left]
+        if not found:
+            raise WeightsError(f"{name}: is not among what the model's own library writes")
+        for part in found:
+            del left[part]
+    return left
 
 
 def _dense(tensor: CheckpointTensor, dtype: torch.dtype | None) -> CheckpointTensor:
