@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from intaglio.errors import IntaglioError
-from intaglio.scripts import bench, compile_, convert, export, inspect_, parity, run
+from intaglio.scripts import bench, compile_, convert, export, inspect_, parity, run, train
 from intaglio.scripts.console import ReaderGoneError, say, write
 
 _INTERRUPTED = 130
@@ -31,6 +31,7 @@ app.command("run")(run.run)
 app.command("inspect")(inspect_.inspect_)
 app.command("parity")(parity.parity)
 app.command("bench")(bench.bench)
+app.command("train")(train.train)
 
 
 @app.callback(invoke_without_command=True)

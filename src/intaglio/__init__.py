@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from intaglio.progress import ProgressCallback
     from intaglio.runtimes.bench import bench
     from intaglio.runtimes.parity import parity
+    from intaglio.trainer.train import train
 
-__all__ = ["IntaglioError", "bench", "compile", "convert", "export", "load", "open_checkpoint", "parity"]
+__all__ = ["IntaglioError", "bench", "compile", "convert", "export", "load", "open_checkpoint", "parity", "train"]
 
 # Loaded when first used: exporting needs no runtime, and running no exporter.
 _WHERE = {
@@ -41,6 +42,7 @@ _WHERE = {
     "convert": ("intaglio.exporters.convert", "convert"),
     "export": ("intaglio.exporters.export", "export"),
     "parity": ("intaglio.runtimes.parity", "parity"),
+    "train": ("intaglio.trainer.train", "train"),
     "open_checkpoint": ("intaglio.exporters.checkpoints", "open_checkpoint"),
 }
 

@@ -39,6 +39,10 @@ class InputError(IntaglioError):
     """An argument is out of range: a prompt too long, a sampling parameter that means nothing, an unknown name."""
 
 
+class TrainingError(IntaglioError):
+    """A run of training cannot go on: a loss that is no number, nothing to learn from, ranks that do not fit."""
+
+
 class RuntimeMissingError(IntaglioError):
     """A package that is not always needed, such as onnxruntime, is not installed."""
 

@@ -36,6 +36,10 @@ class Task(nn.Module):
         """The summed loss. All that is random comes from ``generator``, which the loop seeds anew for every batch."""
         raise NotImplementedError
 
+    def measures(self, loss: float) -> dict[str, float]:
+        """What an evaluation whose mean loss is ``loss`` says beside it, such as the perplexity."""
+        return {}
+
     def save(self, folder: Path) -> None:
         """Writes the models into ``folder`` as they are published (safetensors and ``config.json``)."""
         raise NotImplementedError

@@ -1,0 +1,67 @@
+"""``intaglio train``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import intaglio
+from intaglio.scripts.console import Quiet, progress_bar, say
+
+_INTERRUPTED = 130
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A TOML file; recipes/ has ready ones.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Folder of checkpoints, log and model (runs/ and the recipe's name)."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")] = False,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Set a key of the recipe (train.steps=10); repeatable."),
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Train a model: checkpoints, a log, and at the end the model as it is published, ready to export."""
+    folder = output if output is not None else Path("runs") / recipe.stem
+    with progress_bar(quiet=quiet) as progress:
+        result = intaglio.train(
+            recipe, folder, resume=resume, overrides=set_ or (), progress=progress, report=None if quiet else _lines()
+        )
+    if result.stopped is not None and result.stopped != "patience":
+        say(
+            f"stopped by {result.stopped} after step {result.step}; to go on: intaglio train {recipe} -o {folder} "
+            "--resume"
+        )
+        raise typer.Exit(_INTERRUPTED)
+    why = " (the evaluation got no better)" if result.stopped else ""
+    best = f"; the best, of step {result.best_step}, in {folder / 'best'}" if result.best_step is not None else ""
+    say(f"trained {result.step} steps{why}: {folder / 'model'}{best}", quiet=quiet)
+
+
+def _lines() -> Callable[[Mapping[str, float]], None]:
+    """Says a row of the log every ten seconds, and every one with an evaluation."""
+    last = 0.0
+
+    def show(row: Mapping[str, float]) -> None:
+        nonlocal last
+        if time.monotonic() - last < _SECONDS_BETWEEN_LINES and "evaluation_loss" not in row:
+            return
+        last = time.monotonic()
+        speed = next((name for name in row if name.endswith("_per_second")), None)
+        texts = [f"loss {row['loss']:.4f}"]
+        texts += [
+            f"{name.replace('_', ' ')} {value:.4f}" for name, value in row.items() if name.startswith("evaluation_")
+        ]
+        if speed is not None:
+            texts.append(f"{row[speed]:,.0f} {speed.replace('_per_second', '')}/s")
+        say(f"step {row['step']:.0f}: {', '.join(texts)}")
+
+    return show

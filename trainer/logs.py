@@ -1,0 +1,109 @@
+"""What a run says of itself: ``log.csv``, TensorBoard's events, and a picture of the loss."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from intaglio.errors import RuntimeMissingError
+from intaglio.output import replaced_file
+
+Row = Mapping[str, float]
+
+
+class CsvLog:
+    """``log.csv``, a row at a time. Rows after ``step``, which a run that was cut short wrote, are taken out first.
+
+    The columns are those of the first row; a value that a later row lacks is left empty.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str], step: int = 0) -> None:
+        kept = [row for row in read_log(path) if row["step"] <= step] if step and path.is_file() else []
+        self._columns = list(columns)
+        with replaced_file(path) as file:
+            lines = [self._columns, *([_text(row.get(column)) for column in self._columns] for row in kept)]
+            file.write("".join(",".join(line) + "\n" for line in lines).encode())
+        self._file = path.open("a", encoding="utf-8", newline="")
+
+    def write(self, row: Row) -> None:
+        """One row, in the file when this returns."""
+        self._file.write(",".join(_text(row.get(column)) for column in self._columns) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """What was written is on the disk when this returns."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _text(value: float | None) -> str:
+    # repr and not a rounded form: a resumed run is compared with the log too.
+    return "" if value is None else repr(value)
+
+
+def read_log(path: Path) -> list[dict[str, float]]:
+    """The rows of a ``log.csv``, without empty values. A last line that was cut short is left out."""
+    rows = []
+    with path.open(encoding="utf-8", newline="") as file:
+        for line in csv.DictReader(file):
+            try:
+                rows.append({key: float(value) for key, value in line.items() if value})
+            except (TypeError, ValueError):
+                break
+    return [row for row in rows if "step" in row]
+
+
+class TensorBoardLog:
+    """Events for TensorBoard in ``folder``. Raises RuntimeMissingError where it is not installed."""
+
+    def __init__(self, folder: Path, step: int = 0) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise RuntimeMissingError(
+                "train.tensorboard needs the package tensorboard, which is not installed: pip install "
+                "'intaglio[train]', or leave the key out"
+            ) from error
+        # Events after ``step`` are those of a run that was cut short.
+        self._writer: Any = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+
+    def write(self, row: Row) -> None:
+        for name, value in row.items():
+            if name != "step":
+                self._writer.add_scalar(name, value, int(row["step"]))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def plot_loss(rows: Sequence[Row], path: Path) -> None:
+    """Draws the loss over the steps, and that of the evaluation, as a PNG. Raises RuntimeMissingError."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RuntimeMissingError(
+            "the plot of the loss needs the package matplotlib, which is not installed: pip install 'intaglio[train]', "
+            "or set train.plot = false"
+        ) from error
+    # A figure of its own: pyplot would keep state and look for a display.
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for name, label, style in (("loss", "training", "-"), ("evaluation_loss", "evaluation", "o-")):
+        points = [(row["step"], row[name]) for row in rows if name in row]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=3)
+    losses = [row[name] for row in rows for name in ("loss", "evaluation_loss") if name in row]
+    if losses and min(losses) > 0:
+        axes.set_yscale("log")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.grid(alpha=0.3)
+    if losses:
+        axes.legend()
+    with replaced_file(path) as file:
+        figure.savefig(file, format="png", dpi=100)
