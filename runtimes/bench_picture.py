@@ -52,8 +52,8 @@ def bench_picture(
     check_size(height, width, model.factor)
     if against == "sd.cpp" and (model.factor, model.channels) != _SD_CPP:
         raise InputError(
-            f"{engine.bundle_path}: has latents of {model.channels} channels and {model.factor} pixels, and sd.cpp runs "
-            f"only FLUX.2's, of {_SD_CPP[1]} and {_SD_CPP[0]}"
+            f"{engine.bundle_path}: has latents of {model.channels} channels and {model.factor} pixels, and sd.cpp "
+            f"runs only FLUX.2's, of {_SD_CPP[1]} and {_SD_CPP[0]}"
         )
     info = engine.bundle.text_to_image
     assert info is not None, "only bundles for pictures come here"

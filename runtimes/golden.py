@@ -124,7 +124,7 @@ class Golden:
     def check(self, text_length: int, embeds_width: int, channels: int, height: int, width: int, factor: int) -> int:
         """Raises InputError for a file that could not be used or compared; returns how many tokens of text there are.
 
-        ``text_length`` are the text encoder's tokens, ``height`` and ``width`` those of the picture in pixels, of which a
+        ``text_length`` are the text encoder's tokens, ``height`` and ``width`` the pixels of the picture, of which a
         latent is ``factor`` wide.
         """
         tokens = text_length

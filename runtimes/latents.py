@@ -52,8 +52,8 @@ def initial_latents(
     """Latents that a caller gave, as a grid or as tokens: finite float32 ``[batch, height * width, channels]``.
 
     ``height`` and ``width`` are those of the latent grid, and a latent is ``factor`` pixels wide. A ``batch`` of None
-    takes any but 0. Any floating dtype is taken. Raises InputError for another shape or dtype and for values that are not finite in
-    float32.
+    takes any but 0. Any floating dtype is taken. Raises InputError for another shape or dtype and for values that are
+    not finite in float32.
     """
     array = floats("latents", latents)
     batch = batch or max(1, len(array) if array.ndim else 0)

@@ -217,7 +217,8 @@ def prompt_ids(tokenizer: Tokenizer, prompts: Sequence[str], length: int, *, tru
 
 @dataclass(frozen=True)
 class PictureRequest:
-    """A checked call. Sizes are in pixels, and a latent is ``factor`` of them wide; ``references`` and ``start`` are as an encoder takes them.
+    """A checked call. Sizes are in pixels, of which a latent is ``factor`` wide; ``references`` and ``start`` are as an
+    encoder takes them.
 
     ``noise`` is float32 ``[pictures, tokens, channels]``; None where golden tensors replace the sampling. ``seeds`` is
     None where nothing was drawn. ``negative_prompts`` is None without guidance by two runs.

@@ -26,8 +26,8 @@ def most_latents(factor: int) -> int:
 def preview_image(decoder: Any, step: Step, sigmas: np.ndarray, height: int, width: int, factor: int = FACTOR) -> Image:
     """The picture that a step expects at the end, small: all pictures of the batch side by side.
 
-    ``decoder`` is a session of ``vae_decoder``, ``sigmas`` the schedule's, ``height`` and ``width`` those of the latent
-    grid, of which one is ``factor`` pixels wide. The latents expected are ``latents - sigma * noise_pred`` before the step.
+    ``decoder`` is a session of ``vae_decoder``, ``sigmas`` the schedule's, ``height`` and ``width`` those of the grid
+    of latents, each ``factor`` pixels wide. The latents expected are ``latents - sigma * noise_pred`` before the step.
     """
     expected_BSC = step.before - sigmas[step.index] * step.noise_pred
     small_BCHW = shrink(unpack(expected_BSC, height, width), most_latents(factor))
