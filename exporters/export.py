@@ -26,6 +26,7 @@ from intaglio.exporters.bundle import (
     TextToImageInfo,
     TokenizerInfo,
     WeightsInfo,
+    evaluate_dim,
     expression_names,
     is_bundle,
 )
@@ -359,6 +360,7 @@ def _dims(plan: _Plan, stages: Mapping[str, StageInfo]) -> dict[str, Dim]:
             low, high = max(known.min, dim.min), min(known.max, dim.max)
             opt = known.opt if known.opt is None else min(max(known.opt, low), high)
             dims[name] = known.model_copy(update={"min": low, "max": high, "opt": opt})
+    dims |= _usual_tokens(plan, dims)
     open_names = list(used)
     while open_names:
         name = open_names.pop()
@@ -367,6 +369,21 @@ def _dims(plan: _Plan, stages: Mapping[str, StageInfo]) -> dict[str, Dim]:
             used |= set(named)
             open_names += named
     return {name: dim for name, dim in dims.items() if name in used}
+
+
+def _usual_tokens(plan: _Plan, dims: Mapping[str, Dim]) -> dict[str, Dim]:
+    """The dims of tokens with the ``opt`` of the bundle's usual picture and text length, as far as it knows them."""
+    usual: dict[str, int | None] = {}
+    if plan.text_to_image is not None:
+        usual["text_tokens"] = plan.text_to_image.text_length
+    if sides := [dims[name].expression for name in ("latent_height", "latent_width") if name in dims]:
+        sizes = {name: dim.opt for name, dim in dims.items() if dim.opt is not None}
+        usual["image_tokens"] = evaluate_dim(" * ".join(f"({side})" for side in sides), sizes)
+    return {
+        name: dims[name].model_copy(update={"opt": min(max(size, dims[name].min), dims[name].max)})
+        for name, size in usual.items()
+        if size is not None and name in dims
+    }
 
 
 def _tensor_info(value: ir.Value) -> TensorInfo:

@@ -34,11 +34,11 @@ def bench(
 
     Of a language model: load, prefill of ``prompt_tokens`` (128) and decode of ``new_tokens`` (64), beside the speed of
     reading all weights once a token; medians of ``repeats`` (5). Of a picture pipeline: every stage for a picture of
-    ``height`` and ``width`` pixels (512), beside onnxruntime's float32 product; medians of ``repeats`` (3).
-    ``against`` runs a competitor in turns with ours: ``onnxruntime`` the portable graph, ``llama.cpp`` the language
-    model's ``gguf`` file, ``diffusers`` and ``sd.cpp`` a transformer of the same configuration, ``openvino`` its
-    linear layers. ``profile`` adds the time of each kind of operator in one run to every row
-    (:mod:`intaglio.runtimes.profile`). ``kernels`` needs no bundle, and with ``quick`` takes few turns
+    ``height`` and ``width`` pixels (those of a picture of default size), beside onnxruntime's float32 product; medians
+    of ``repeats`` (3). ``against`` runs a competitor in turns with ours: ``onnxruntime`` the portable graph,
+    ``llama.cpp`` the language model's ``gguf`` file, ``diffusers`` and ``sd.cpp`` a transformer of the same
+    configuration, ``openvino`` its linear layers. ``profile`` adds the time of each kind of operator in one run to
+    every row (:mod:`intaglio.runtimes.profile`). ``kernels`` needs no bundle, and with ``quick`` takes few turns
     (:mod:`intaglio.runtimes.bench_kernels`). Raises InputError, EngineError, RuntimeMissingError.
     """
     text = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "gguf": gguf}
@@ -83,8 +83,8 @@ def bench(
         )
     return bench_picture(
         engine,
-        height=512 if height is None else height,
-        width=512 if width is None else width,
+        height=height,
+        width=width,
         against=against,
         repeats=3 if repeats is None else repeats,
         threads=threads,

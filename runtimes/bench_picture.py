@@ -19,20 +19,24 @@ from intaglio.progress import Progress, ProgressCallback
 from intaglio.runtimes.bench_against import graph_request, key_of, start_competitor
 from intaglio.runtimes.competitors.child import Competitor
 from intaglio.runtimes.images import check_size
+from intaglio.runtimes.latents import FACTOR
 from intaglio.runtimes.machine import Float32MatMul, describe_machine
+from intaglio.runtimes.picture_request import PictureModel
 from intaglio.runtimes.profile import profiled_session, read_profiles
 from intaglio.runtimes.random_feeds import Sizes, random_feeds
 
 # Competitors that run the linear layers of the transformer and nothing else.
 _LINEARS_ONLY = ("openvino",)
+# Pixels and channels of the latents that sd.cpp knows.
+_SD_CPP = (FACTOR, 128)
 _STAGES = ("text_encoder", "transformer", "vae_decoder", "vae_encoder")
 
 
 def bench_picture(
     engine: Engine,
     *,
-    height: int,
-    width: int,
+    height: int | None,
+    width: int | None,
     against: str | None,
     repeats: int,
     threads: int,
@@ -42,7 +46,15 @@ def bench_picture(
     """Times each stage that the bundle has; see :func:`intaglio.runtimes.bench.bench`."""
     if repeats < 1:
         raise InputError(f"repeats is {repeats}, expected at least 1")
-    check_size(height, width)
+    model = PictureModel.of(engine.bundle, engine.bundle_path, engine.dims)
+    default = model.default_size
+    height, width = default[0] if height is None else height, default[1] if width is None else width
+    check_size(height, width, model.factor)
+    if against == "sd.cpp" and (model.factor, model.channels) != _SD_CPP:
+        raise InputError(
+            f"{engine.bundle_path}: has latents of {model.channels} channels and {model.factor} pixels, and sd.cpp "
+            f"runs only FLUX.2's, of {_SD_CPP[1]} and {_SD_CPP[0]}"
+        )
     info = engine.bundle.text_to_image
     assert info is not None, "only bundles for pictures come here"
     sizes = Sizes.choose(engine.dims, tokens=info.text_length, height=height, width=width, batch=1)

@@ -27,7 +27,7 @@ from intaglio.runtimes.checks import sha256_of
 from intaglio.runtimes.denoising import Schedule
 from intaglio.runtimes.difference import Difference, compare
 from intaglio.runtimes.golden_folder import read_golden
-from intaglio.runtimes.latents import FACTOR, image_ids
+from intaglio.runtimes.latents import image_ids
 
 # Stages that stored tensors can stand in for.
 REPLACEABLE = ("text_encoder", "transformer")
@@ -121,10 +121,11 @@ class Golden:
         """The stored sigmas, with a last 0, and timesteps."""
         return Schedule(*self._folder.schedule())
 
-    def check(self, text_length: int, embeds_width: int, channels: int, height: int, width: int) -> int:
+    def check(self, text_length: int, embeds_width: int, channels: int, height: int, width: int, factor: int) -> int:
         """Raises InputError for a file that could not be used or compared; returns how many tokens of text there are.
 
-        ``text_length`` are the text encoder's tokens, ``height`` and ``width`` those of the picture in pixels.
+        ``text_length`` are the text encoder's tokens, ``height`` and ``width`` the pixels of the picture, of which a
+        latent is ``factor`` wide.
         """
         tokens = text_length
         if "text_encoder" in self.replaced:
@@ -133,7 +134,7 @@ class Golden:
             self._folder.shaped(self.cond_name, (1, text_length, embeds_width))
         if self.samples and (found := len(self._ids("txt_ids"))) != tokens:
             raise InputError(f"{self._folder.file('txt_ids')}: has {found} tokens, expected {tokens}")
-        latents = (1, height // FACTOR * (width // FACTOR), channels)
+        latents = (1, height // factor * (width // factor), channels)
         shapes: dict[str, tuple[int, ...]] = {"vae_decoded": (1, 3, height, width)}
         for i in range(self.steps):
             shapes |= {f"noise_step{i}": latents, f"latent_after_step{i}": latents}

@@ -2,12 +2,14 @@
 
 Shape suffixes: B batch, C channels, H rows and W columns of the latent grid, S tokens.
 
-A latent grid has one row and one column for each 16 pixels. Position ids have four axes: picture (t), row (h), column
+A latent grid has one row and one column for each 16 pixels in all of FLUX.2; an autoencoder of fewer blocks makes
+them smaller. Position ids have four axes: picture (t), row (h), column
 (w) and text position (l).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,11 +17,16 @@ import numpy as np
 from intaglio.errors import InputError
 from intaglio.runtimes.checks import finite_float32, floats, integer
 
-# Pixels that a latent is wide and high, in all of FLUX.2.
+# Pixels that a packed latent is wide and high in all of FLUX.2: what is taken where no autoencoder says its own.
 FACTOR = 16
 
 # How far apart reference pictures lie on the axis t; the picture that is made lies at 0.
 _REFERENCE_SPACING = 10
+
+
+def latent_pixels(vae: Mapping[str, Any]) -> int:
+    """Pixels that a packed latent is wide and high, of the configuration of an autoencoder in a bundle; {} for none."""
+    return 2 ** (len(vae["block_out_channels"]) - 1) * vae["patch_size"] if vae else FACTOR
 
 
 def pack(latents_BCHW: np.ndarray) -> np.ndarray:
@@ -39,12 +46,14 @@ def unpack(latents_BSC: np.ndarray, height: int, width: int) -> np.ndarray:
     return np.ascontiguousarray(latents_BSC.transpose(0, 2, 1)).reshape(batch, channels, height, width)
 
 
-def initial_latents(latents: Any, batch: int | None, channels: int, height: int, width: int) -> np.ndarray:
+def initial_latents(
+    latents: Any, batch: int | None, channels: int, height: int, width: int, factor: int = FACTOR
+) -> np.ndarray:
     """Latents that a caller gave, as a grid or as tokens: finite float32 ``[batch, height * width, channels]``.
 
-    ``height`` and ``width`` are those of the latent grid, a 16th of the pixels. A ``batch`` of None takes any but 0.
-    Any floating dtype is taken. Raises InputError for another shape or dtype and for values that are not finite in
-    float32.
+    ``height`` and ``width`` are those of the latent grid, and a latent is ``factor`` pixels wide. A ``batch`` of None
+    takes any but 0. Any floating dtype is taken. Raises InputError for another shape or dtype and for values that are
+    not finite in float32.
     """
     array = floats("latents", latents)
     batch = batch or max(1, len(array) if array.ndim else 0)
@@ -52,7 +61,7 @@ def initial_latents(latents: Any, batch: int | None, channels: int, height: int,
     if array.shape not in (grid, tokens):
         raise InputError(
             f"latents are {list(array.shape)}; expected {list(grid)} or packed {list(tokens)} for pictures of "
-            f"{FACTOR * width} by {FACTOR * height} pixels"
+            f"{factor * width} by {factor * height} pixels"
         )
     array = finite_float32("latents", array)
     return pack(array) if array.ndim == 4 else array

@@ -12,9 +12,9 @@ from typing import Any
 
 from intaglio.engines.engine import Engine, read_report
 from intaglio.errors import InputError
-from intaglio.runtimes.latents import FACTOR
+from intaglio.runtimes.latents import latent_pixels
 from intaglio.runtimes.picture_request import Work
-from intaglio.runtimes.preview import MOST_LATENTS
+from intaglio.runtimes.preview import most_latents
 from intaglio.runtimes.tiled_decode import (
     DEFAULT_BAND_ROWS,
     decode_bytes,
@@ -159,7 +159,9 @@ class _Estimate:
         """What each stage needs, the transformer together with the decoder of its previews."""
         needs = {stage: self._need(stage, rows, band_rows) for stage in self._work.stages}
         if self._work.preview:
-            decoder = _Need(self._weights["vae_decoder"], self._decode(MOST_LATENTS * FACTOR, MOST_LATENTS * FACTOR))
+            factor = latent_pixels(self._configs["vae"])
+            side = most_latents(factor) * factor
+            decoder = _Need(self._weights["vae_decoder"], self._decode(side, side))
             transformer = needs["transformer"]
             needs["transformer"] = _Need(transformer.weights + decoder.total, transformer.run)
         return needs

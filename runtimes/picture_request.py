@@ -20,7 +20,7 @@ from intaglio.runtimes.checks import integer
 from intaglio.runtimes.denoising import Schedule
 from intaglio.runtimes.golden import Golden
 from intaglio.runtimes.images import check_size, load_image
-from intaglio.runtimes.latents import FACTOR, initial_latents
+from intaglio.runtimes.latents import initial_latents, latent_pixels
 from intaglio.runtimes.noise import normal
 from intaglio.runtimes.tokenizer import Tokenizer
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Picture = Any  # what `load_image` takes: a file, a Pillow picture or a uint8 array
+# Of a bundle that says none.
 _DEFAULT_SIZE = 512
 # A text chunk of a PNG holds the prompt; readers refuse more than a megabyte.
 _MAX_PROMPT = 250_000
@@ -37,12 +38,13 @@ class PictureOptions(TypedDict, total=False):
     """Options of a picture.
 
     negative_prompt: what to lead away from, with guidance above 1 (an empty prompt). height, width: in pixels,
-    multiples of 16 (512, or those of ``image``). num_inference_steps: 4, or 50 for a model that is not distilled.
+    multiples of the side of a latent, 16 in FLUX.2 (the size that the dims of the engine call ``opt``, or that of
+    ``image``). num_inference_steps: 4, or 50 for a model that is not distilled.
     guidance_scale: above 1 each step runs twice, with the prompt and with the negative one (1, or 4 for a model that is
     not distilled); for a model with a guidance embedding it is an input. num_images_per_prompt: 1. seed: an integer
     from 0 to 2**64 - 1, to which the second picture adds 1 and so on, or one for each picture (drawn). rng: ``numpy``,
     ``mlx`` or ``torch``. latents: the noise to begin with in place of a seed, ``[batch, tokens, channels]`` or
-    ``[batch, channels, height / 16, width / 16]``. image: reference pictures to work from; or, with ``strength``, the
+    ``[batch, channels, rows, columns]``. image: reference pictures to work from; or, with ``strength``, the
     one picture to start from, the more of which is replaced the nearer strength is to 1. sigmas: noise levels by hand,
     falling. shift: a fixed shift of the noise levels in place of the model's own. truncate: cut prompts that are too
     long. tiled: decode in bands of rows, which takes less memory and more time (as the memory budget asks for).
@@ -74,9 +76,10 @@ class PictureOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class PictureModel:
-    """What a bundle and its engine say about the pictures they make."""
+    """What a bundle and its engine say about the pictures they make. A latent is ``factor`` pixels wide and high."""
 
     channels: int
+    factor: int
     text_length: int
     embeds_width: int
     is_distilled: bool | None
@@ -88,20 +91,17 @@ class PictureModel:
     def of(cls, bundle: Bundle, path: object, dims: dict[str, Dim]) -> PictureModel:
         """Of a bundle at ``path``; ``dims`` are those of its engine, or of the bundle where there is none yet.
 
-        Raises BundleError for a bundle of another kind, or a VAE whose latents are not 16 pixels wide.
+        Raises BundleError for a bundle of another kind.
         """
         info, components = bundle.text_to_image, bundle.components
         if info is None:
             raise BundleError(f"{path}: is a bundle for {bundle.kind}, expected one for text-to-image")
         transformer = components["transformer"].config if "transformer" in components else {}
         vae = components["vae"].config if "vae" in components else {}
-        if vae:
-            factor = 2 ** (len(vae["block_out_channels"]) - 1) * vae["patch_size"]
-            if factor != FACTOR:
-                raise BundleError(f"{path}: latents of its VAE are {factor} pixels wide, and only {FACTOR} are built")
         channels = transformer.get("in_channels") or vae.get("latent_channels", 0) * vae.get("patch_size", 1) ** 2
         return cls(
             channels=channels,
+            factor=latent_pixels(vae),
             text_length=info.text_length,
             embeds_width=transformer.get("joint_attention_dim", 0),
             is_distilled=info.is_distilled,
@@ -131,6 +131,16 @@ class PictureModel:
                 "1, or export with --not-distilled if that is wrong"
             )
         return float(given)
+
+    @property
+    def default_size(self) -> tuple[int, int]:
+        """Height and width of a picture that nobody gives a size, in pixels."""
+        height, width = (self.dims.get(side) for side in ("height", "width"))
+        return (height and height.opt) or _DEFAULT_SIZE, (width and width.opt) or _DEFAULT_SIZE
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of latents of a picture in pixels."""
+        return height // self.factor, width // self.factor
 
     @property
     def _by_many_steps(self) -> bool:
@@ -207,7 +217,8 @@ def prompt_ids(tokenizer: Tokenizer, prompts: Sequence[str], length: int, *, tru
 
 @dataclass(frozen=True)
 class PictureRequest:
-    """A checked call. Sizes are in pixels; ``references`` and ``start`` are as an encoder takes them.
+    """A checked call. Sizes are in pixels, of which a latent is ``factor`` wide; ``references`` and ``start`` are as an
+    encoder takes them.
 
     ``noise`` is float32 ``[pictures, tokens, channels]``; None where golden tensors replace the sampling. ``seeds`` is
     None where nothing was drawn. ``negative_prompts`` is None without guidance by two runs.
@@ -217,6 +228,7 @@ class PictureRequest:
     negative_prompts: tuple[str, ...] | None
     height: int
     width: int
+    factor: int
     text_tokens: int
     guidance: float
     schedule: Schedule
@@ -240,13 +252,13 @@ class PictureRequest:
     @property
     def grid(self) -> tuple[int, int]:
         """Rows and columns of latents."""
-        return self.height // FACTOR, self.width // FACTOR
+        return self.height // self.factor, self.width // self.factor
 
     @property
     def image_tokens(self) -> int:
         """Tokens of the transformer, those of reference pictures included."""
         pixels = self.height * self.width + sum(r.shape[2] * r.shape[3] for r in self.references)
-        return pixels // FACTOR**2
+        return pixels // self.factor**2
 
     @property
     def work(self) -> Work:
@@ -287,8 +299,8 @@ def make_request(model: PictureModel, prompt: str | Sequence[str], options: Pict
     negative = _negative_prompts(model, given, guidance, len(prompts))
     if golden is not None and negative is not None:
         raise InputError("a golden folder holds a run without guidance; set guidance_scale to 1 for it")
-    references, start = _pictures(given)
-    height, width = _size(given, start[0] if start else next(iter(references), None), golden)
+    references, start = _pictures(given, model.factor)
+    height, width = _size(model, given, start[0] if start else next(iter(references), None), golden)
     model.check_picture("", height, width)
     for i, reference in enumerate(references):
         model.check_picture(f"reference picture {i + 1}'s ", *reference.shape[2:])
@@ -297,18 +309,19 @@ def make_request(model: PictureModel, prompt: str | Sequence[str], options: Pict
             f"image is {start[0].shape[3]} by {start[0].shape[2]} pixels, and the picture to be {width} by {height}; "
             "resize it first, or leave height and width out"
         )
-    grid = (height // FACTOR, width // FACTOR)
+    grid = model.grid(height, width)
     schedule = _schedule(model, given, math.prod(grid), golden, start[1] if start else None)
     pictures = tuple(text for text in prompts for _ in range(copies))
     text_tokens = model.text_length
     if golden is not None:
-        text_tokens = golden.check(model.text_length, model.embeds_width, model.channels, height, width)
+        text_tokens = golden.check(model.text_length, model.embeds_width, model.channels, height, width, model.factor)
     noise, seeds, rng = _noise(model, given, len(pictures), grid, golden)
     request = PictureRequest(
         prompts=pictures,
         negative_prompts=negative and tuple(text for text in negative for _ in range(copies)),
         height=height,
         width=width,
+        factor=model.factor,
         text_tokens=text_tokens,
         guidance=guidance,
         schedule=schedule,
@@ -375,8 +388,10 @@ def _golden(given: dict[str, Any], pictures: int) -> Golden | None:
     return golden
 
 
-def _pictures(given: dict[str, Any]) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, float] | None]:
-    """Reference pictures, and the picture to start from with its strength, as an encoder takes them."""
+def _pictures(given: dict[str, Any], factor: int) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, float] | None]:
+    """Reference pictures, and the picture to start from with its strength, as an encoder takes them: of sides that
+    ``factor`` divides.
+    """
     strength, image = given.get("strength"), given.get("image")
     if image is None:
         if strength is not None:
@@ -387,19 +402,21 @@ def _pictures(given: dict[str, Any]) -> tuple[tuple[np.ndarray, ...], tuple[np.n
         raise InputError("image is an empty list; give a picture, or leave it out")
     if strength is not None and len(listed) > 1:
         raise InputError(f"{len(listed)} pictures are given with strength; expected the one to start from")
-    pictures = tuple(load_image(picture) for picture in listed)
+    pictures = tuple(load_image(picture, factor) for picture in listed)
     return (pictures, None) if strength is None else ((), (pictures[0], strength))
 
 
-def _size(given: dict[str, Any], picture: np.ndarray | None, golden: Golden | None) -> tuple[int, int]:
-    default = (_DEFAULT_SIZE, _DEFAULT_SIZE)
+def _size(
+    model: PictureModel, given: dict[str, Any], picture: np.ndarray | None, golden: Golden | None
+) -> tuple[int, int]:
+    default = model.default_size
     if picture is not None:
         default = picture.shape[2:]
     stored = golden.grid() if golden else None
     if stored:
-        default = (stored[0] * FACTOR, stored[1] * FACTOR)
+        default = (stored[0] * model.factor, stored[1] * model.factor)
     height, width = given.get("height", default[0]), given.get("width", default[1])
-    check_size(height, width, FACTOR)
+    check_size(height, width, model.factor)
     if stored and (height, width) != default:
         raise InputError(f"the golden folder holds {default[1]} by {default[0]} pixels, asked are {width} by {height}")
     return int(height), int(width)
@@ -442,11 +459,11 @@ def _noise(
         for name in ("seed", "rng"):
             if name in given:
                 raise InputError(f"{name} and latents are both given, but latents replace what is drawn; leave one out")
-        return initial_latents(given["latents"], pictures, model.channels, *grid), None, ""
+        return initial_latents(given["latents"], pictures, model.channels, *grid, model.factor), None, ""
     rng = given.get("rng", "numpy")
     seeds = _seeds(given.get("seed"), pictures)
     noise = normal((pictures, model.channels, *grid), seeds, rng)
-    return initial_latents(noise, pictures, model.channels, *grid), seeds, rng
+    return initial_latents(noise, pictures, model.channels, *grid, model.factor), seeds, rng
 
 
 def _seeds(seed: int | Sequence[int] | None, pictures: int) -> tuple[int, ...]:

@@ -8,29 +8,34 @@ import numpy as np
 
 from intaglio.runtimes.denoising import Step
 from intaglio.runtimes.images import to_image, to_pixels
-from intaglio.runtimes.latents import unpack
+from intaglio.runtimes.latents import FACTOR, unpack
 from intaglio.runtimes.stage_run import run_stage
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# Latents of a preview on its longer side: 128 pixels, which decode in a moment.
-MOST_LATENTS = 8
+# Pixels of a preview on its longer side, which decode in a moment.
+_MOST_PIXELS = 128
 
 
-def preview_image(decoder: Any, step: Step, sigmas: np.ndarray, height: int, width: int) -> Image:
+def most_latents(factor: int) -> int:
+    """Latents of a preview on its longer side, each ``factor`` pixels wide."""
+    return max(1, _MOST_PIXELS // factor)
+
+
+def preview_image(decoder: Any, step: Step, sigmas: np.ndarray, height: int, width: int, factor: int = FACTOR) -> Image:
     """The picture that a step expects at the end, small: all pictures of the batch side by side.
 
-    ``decoder`` is a session of ``vae_decoder``, ``sigmas`` the schedule's, ``height`` and ``width`` those of the latent
-    grid. The latents expected are ``latents - sigma * noise_pred`` before the step.
+    ``decoder`` is a session of ``vae_decoder``, ``sigmas`` the schedule's, ``height`` and ``width`` those of the grid
+    of latents, each ``factor`` pixels wide. The latents expected are ``latents - sigma * noise_pred`` before the step.
     """
     expected_BSC = step.before - sigmas[step.index] * step.noise_pred
-    small_BCHW = shrink(unpack(expected_BSC, height, width))
+    small_BCHW = shrink(unpack(expected_BSC, height, width), most_latents(factor))
     sample = run_stage(decoder, {"latents": small_BCHW}, "sample", where=f"the preview of step {step.index}", rows=1)
     return to_image(np.concatenate(list(to_pixels(sample)), axis=1))
 
 
-def shrink(latents_BCHW: np.ndarray, most: int = MOST_LATENTS) -> np.ndarray:
+def shrink(latents_BCHW: np.ndarray, most: int) -> np.ndarray:
     """Means over squares of latents, so that no side has more than ``most``; those at the edges may be smaller."""
     side = -(-max(latents_BCHW.shape[2:]) // most)
     for axis in (2, 3):

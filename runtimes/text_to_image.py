@@ -25,7 +25,7 @@ from intaglio.runtimes.checks import tensor
 from intaglio.runtimes.denoising import Conditioning, Denoiser, Step, denoise
 from intaglio.runtimes.golden import GoldenReport
 from intaglio.runtimes.images import check_size, load_image, to_image, to_pixels
-from intaglio.runtimes.latents import FACTOR, initial_latents, pack, unpack
+from intaglio.runtimes.latents import initial_latents, pack, unpack
 from intaglio.runtimes.memory_plan import MemoryPlan, plan_memory
 from intaglio.runtimes.picture_request import (
     Picture,
@@ -127,7 +127,7 @@ class TextToImagePipeline:
 
     def encode_image(self, image: Picture) -> np.ndarray:
         """The latents of a picture, float32 ``[1, C, H, W]``. Takes what `images.load_image` does, and raises that."""
-        image_13HW = load_image(image)
+        image_13HW = load_image(image, self.model.factor)
         height, width = image_13HW.shape[2:]
         self.model.check_picture("", height, width)
         with self._planned(Work(("vae_encoder",), encoded=(height * width,))):
@@ -196,10 +196,10 @@ class TextToImagePipeline:
 
         ``tiled`` is that of a call. Raises InputError, EngineError, CancelledError.
         """
-        check_size(height, width)
+        check_size(height, width, self.model.factor)
         self.model.check_picture("", height, width)
-        grid = (height // FACTOR, width // FACTOR)
-        packed_BSC = initial_latents(latents, None, self.model.channels, *grid)
+        grid = self.model.grid(height, width)
+        packed_BSC = initial_latents(latents, None, self.model.channels, *grid, self.model.factor)
         work = Work(("vae_decoder",), len(packed_BSC), height, width, tiled=tiled)
         with self._planned(work) as plan:
             sample = self._decode(unpack(packed_BSC, *grid), plan.band_rows, progress)
@@ -294,7 +294,7 @@ class TextToImagePipeline:
             if request.preview is not None:
                 decoder = self._session("vae_decoder")
                 with self._timed("preview"), self._holding("vae_decoder"):
-                    picture = preview_image(decoder, step, schedule.sigmas, *request.grid)
+                    picture = preview_image(decoder, step, schedule.sigmas, *request.grid, self.model.factor)
                 request.preview(step.index, picture)
 
         with self._timed("transformer", without=("preview", "load")), self._holding("transformer"):

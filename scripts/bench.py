@@ -23,8 +23,8 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Of the kernels, few turns.")] = False,
     prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt (128).")] = None,
     new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to write after it (64).")] = None,
-    height: Annotated[int | None, typer.Option(min=16, help="Height of a picture (512).")] = None,
-    width: Annotated[int | None, typer.Option(min=16, help="Width of a picture (512).")] = None,
+    height: Annotated[int | None, typer.Option(min=1, help="Height of a picture (as of run).")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Width of a picture (as of run).")] = None,
     against: Annotated[str | None, typer.Option(help=_AGAINST)] = None,
     gguf: Annotated[Path | None, typer.Option(help="The file for llama.cpp (the bundle's source).")] = None,
     repeats: Annotated[

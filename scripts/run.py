@@ -56,7 +56,7 @@ def run(
         typer.Option("--output", "-o", help="Pictures: the PNG to write; several become NAME-1.png, NAME-2.png, …"),
     ] = None,
     width: Annotated[
-        int | None, typer.Option(help="Pictures: pixels, a multiple of 16 (512, or that of --image).")
+        int | None, typer.Option(help="Pictures: pixels, of FLUX.2 a multiple of 16 (the model's, or that of --image).")
     ] = None,
     height: Annotated[int | None, typer.Option(help="Pictures: likewise.")] = None,
     steps: Annotated[int | None, typer.Option(help="Pictures: how many (4; 50 for a model not distilled).")] = None,

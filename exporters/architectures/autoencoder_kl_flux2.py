@@ -35,12 +35,17 @@ from intaglio.exporters.layers.tiled_decoder import TiledDecoder, tiled_dims
 _ENCODER = (128, 256, 512, 512)
 _DECODERS = ((128, 256, 512, 512), (96, 192, 384, 384))
 _PUBLISHED = {"norm_num_groups": 32, "batch_norm_eps": 1e-4}
+# Pixels of a picture that nobody gives a size, unless the model was made for smaller ones.
+_SIZE = 512
 _MAX_BLOCKS, _MAX_LAYERS, _MAX_CHANNELS = 8, 32, 65536  # a lie beyond them would have us build for hours
 
 
 @dataclass(frozen=True)
 class AutoencoderKLFlux2Config:
-    """The published keys that the graphs depend on; widths are those from the picture inwards."""
+    """The published keys that the graphs depend on; widths are those from the picture inwards.
+
+    ``sample_size`` are the pixels of a picture that the model was made for.
+    """
 
     in_channels: int
     out_channels: int
@@ -54,6 +59,7 @@ class AutoencoderKLFlux2Config:
     mid_block_add_attention: bool
     patch_size: int
     batch_norm_eps: float
+    sample_size: int | None = None
 
     @property
     def factor(self) -> int:
@@ -97,6 +103,8 @@ class AutoencoderKLFlux2Config:
             mid_block_add_attention=keys.boolean("mid_block_add_attention"),
             patch_size=_patch_size(keys),
             batch_norm_eps=keys.number("batch_norm_eps"),
+            # Takes no part in the arithmetic, so a file alone may do without it.
+            sample_size=keys.integer("sample_size") if keys.has("sample_size") else None,
         )
 
 
@@ -237,7 +245,8 @@ def _stages(
 def _dims(config: AutoencoderKLFlux2Config) -> dict[str, Dim]:
     factor = config.factor
     most = 4096 // factor * factor
-    size = Dim(min=factor, opt=min(512 // factor * factor or factor, most), max=most, multiple_of=factor)
+    usual = min(_SIZE, config.sample_size or _SIZE)
+    size = Dim(min=factor, opt=min(usual // factor * factor or factor, most), max=most, multiple_of=factor)
     latent = {
         f"latent_{name}": Dim(min=1, max=most // factor, expression=f"{name} / {factor}")
         for name in ("height", "width")

@@ -25,10 +25,11 @@ from intaglio.exporters.config import (
     window_layers,
 )
 from intaglio.exporters.layers.attention import (
+    CausalMask,
     append_to_cache,
     attention,
     causal_mask,
-    merge_heads,
+    merge_seeing_heads,
     split_heads,
 )
 from intaglio.exporters.layers.causal_lm import Cache, decoder_dims, decoder_stages
@@ -106,7 +107,7 @@ class Qwen2Attention(nn.Module):
         self,
         op: OpBuilder,
         x_BSD: ir.Value,
-        mask: ir.Value,
+        mask: CausalMask,
         cos: ir.Value,
         sin: ir.Value,
         past: tuple[ir.Value, ir.Value] | None,
@@ -117,8 +118,8 @@ class Qwen2Attention(nn.Module):
         q_BHSE, k_BKSE = apply_rotary(op, q_BHSE, cos, sin), apply_rotary(op, k_BKSE, cos, sin)
         k_BKTE = append_to_cache(op, past[0] if past else None, k_BKSE)
         v_BKTE = append_to_cache(op, past[1] if past else None, v_BKSE)
-        out_BHSE = attention(op, q_BHSE, k_BKTE, v_BKTE, mask, self.head_dim**-0.5)
-        return tap(self.o_proj(op, merge_heads(op, out_BHSE))), (k_BKTE, v_BKTE)
+        out_BHSE = attention(op, q_BHSE, k_BKTE, v_BKTE, mask.visible, self.head_dim**-0.5)
+        return tap(self.o_proj(op, merge_seeing_heads(op, out_BHSE, mask))), (k_BKTE, v_BKTE)
 
 
 class Qwen2DecoderLayer(nn.Module):
@@ -133,7 +134,7 @@ class Qwen2DecoderLayer(nn.Module):
         self,
         op: OpBuilder,
         x_BSD: ir.Value,
-        mask: ir.Value,
+        mask: CausalMask,
         cos: ir.Value,
         sin: ir.Value,
         past: tuple[ir.Value, ir.Value] | None,

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import onnx_ir as ir
 from onnxscript import OpBuilder
 
 _INT64_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class CausalMask:
+    """``visible`` is boolean ``[B, 1, S, T]``: True where a query may see a key.
+
+    ``blind``, boolean ``[B, S, 1]``, are the queries that see no key but themselves, which that makes finite: their
+    attention is zero, as scaled_dot_product_attention in torch has it. None with a cache, where nothing reads them.
+    """
+
+    visible: ir.Value
+    blind: ir.Value | None = None
 
 
 def causal_mask(
@@ -14,8 +28,8 @@ def causal_mask(
     input_ids_BS: ir.Value,
     past_key: ir.Value | None,
     sliding_window: int | None = None,
-) -> ir.Value:
-    """The boolean mask of all layers with one window, ``[B, 1, S, T]``: True where a query may see a key.
+) -> CausalMask:
+    """The mask of all layers with one window.
 
     A query sees the valid keys up to its own position, of those only the last ``sliding_window`` (itself
     included). One that would see nothing, and whose softmax would be NaN, sees itself. With a cache every query sees
@@ -32,9 +46,10 @@ def causal_mask(
     itself_ST = op.Equal(keys_T, queries_S1)
     valid_B11T = op.Unsqueeze(op.Cast(attention_mask_BT, to=ir.DataType.BOOL), [1, 2])
     if past_key is not None:
-        return op.And(causal_ST, op.Or(valid_B11T, itself_ST))
-    blind_B1S1 = op.Unsqueeze(op.Equal(_valid_keys(op, attention_mask_BT, sliding_window), 0), [1, 3])
-    return op.Or(op.And(causal_ST, valid_B11T), op.And(itself_ST, blind_B1S1))
+        return CausalMask(op.And(causal_ST, op.Or(valid_B11T, itself_ST)))
+    blind_BS1 = op.Unsqueeze(op.Equal(_valid_keys(op, attention_mask_BT, sliding_window), 0), [2])
+    blind_B1S1 = op.Unsqueeze(blind_BS1, [1])
+    return CausalMask(op.Or(op.And(causal_ST, valid_B11T), op.And(itself_ST, blind_B1S1)), blind_BS1)
 
 
 def _valid_keys(op: OpBuilder, attention_mask_BS: ir.Value, sliding_window: int | None) -> ir.Value:
@@ -60,6 +75,12 @@ def split_heads(op: OpBuilder, x_BSD: ir.Value, heads: int, head_dim: int) -> ir
 def merge_heads(op: OpBuilder, x_BHSE: ir.Value) -> ir.Value:
     """``[B, H, S, E]`` to ``[B, S, H * E]``."""
     return op.Reshape(op.Transpose(x_BHSE, perm=[0, 2, 1, 3]), [0, 0, -1])
+
+
+def merge_seeing_heads(op: OpBuilder, x_BHSE: ir.Value, mask: CausalMask) -> ir.Value:
+    """``[B, H, S, E]`` to ``[B, S, H * E]``, with zeros for queries that ``mask`` leaves blind."""
+    x_BSD = merge_heads(op, x_BHSE)
+    return x_BSD if mask.blind is None else op.Where(mask.blind, 0.0, x_BSD)
 
 
 def text_part(op: OpBuilder, x_BSD: ir.Value, text_BTD: ir.Value) -> ir.Value:

@@ -49,7 +49,16 @@ BARE = {
     "mid_block_add_attention": False,
     "patch_size": (3, 3),
 }
-CONFIGS = {"full": FULL, "small": SMALL, "bare": BARE}
+# For pictures of 64 pixels, with latents half as wide as FLUX.2's.
+THREE = {
+    **FULL,
+    "block_out_channels": (8, 16, 24),
+    "down_block_types": ("DownEncoderBlock2D",) * 3,
+    "up_block_types": ("UpDecoderBlock2D",) * 3,
+    "latent_channels": 8,
+    "sample_size": 64,
+}
+CONFIGS = {"full": FULL, "small": SMALL, "bare": BARE, "three": THREE}
 SIZES = [(1, 1, 1), (1, 2, 2), (2, 3, 5), (1, 6, 4)]
 
 
@@ -172,7 +181,7 @@ def test_decoder_taps_and_picture(case: Case, size: tuple[int, int, int]) -> Non
     latents = case.latents(*size)
     found = case.stage("vae_decoder").run({"latents": latents})
     expected = decode(case, latents)
-    assert len(found) == (11 if case.name != "bare" else 8)
+    assert len(found) == {"bare": 8, "three": 10}.get(case.name, 11)
     check(found, expected)
 
 
@@ -235,6 +244,8 @@ def test_dims(case: Case) -> None:
     config = ARCHITECTURE.read_config(find_architecture(open_checkpoint(case.folder / "checkpoint"))[1])
     dims = ARCHITECTURE.dims(config)
     assert dims["height"].multiple_of == dims["width"].multiple_of == dims["height"].min == case.factor
+    usual = {"bare": 510, "three": 64}.get(case.name, 512)  # the largest that a latent divides
+    assert dims["height"].opt == dims["width"].opt == usual
     sizes = {"height": 5 * case.factor, "width": 3 * case.factor}
     for name in ("latent_height", "latent_width", "decoder_height", "decoder_width", "attention_tokens"):
         size = evaluate_dim(dims[name].expression or "", sizes)
@@ -293,6 +304,9 @@ def test_other_geometries_ask_for_what_no_tensor_shows(case: Case, tmp_path: Pat
         ARCHITECTURE.read_config(keys.overridden(told))
     told["batch_norm_eps"] = case.oracle.config.batch_norm_eps
     published = find_architecture(open_checkpoint(case.folder / "checkpoint"))[1]
+    config = ARCHITECTURE.read_config(keys.overridden(told))
+    assert config.sample_size is None  # which changes no number, and may be told
+    told["sample_size"] = case.oracle.config.sample_size
     assert ARCHITECTURE.read_config(keys.overridden(told)) == ARCHITECTURE.read_config(published)
 
 

@@ -419,11 +419,11 @@ def test_previews_take_the_noise_off(pipe: TextToImagePipeline) -> None:
 
 def test_shrinking_takes_means() -> None:
     latents = np.random.default_rng(0).normal(size=(2, 3, 20, 9)).astype(np.float32)
-    small = shrink(latents)
+    small = shrink(latents, 8)
     assert small.shape == (2, 3, 7, 3)
     np.testing.assert_allclose(small[1, 2, 1, 2], latents[1, 2, 3:6, 6:9].mean(), rtol=1e-5)
     np.testing.assert_allclose(small[0, 0, 6, 0], latents[0, 0, 18:20, 0:3].mean(), rtol=1e-5)
-    np.testing.assert_array_equal(shrink(latents[:, :, :8, :8]), latents[:, :, :8, :8])
+    np.testing.assert_array_equal(shrink(latents[:, :, :8, :8], 8), latents[:, :, :8, :8])
 
 
 def test_a_batch_in_parts_is_the_batch(pipe: TextToImagePipeline) -> None:
