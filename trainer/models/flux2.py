@@ -6,26 +6,44 @@ tokens. Latents are packed and normalised as Flux2KleinPipeline does it, so a tr
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
 from transformers import Qwen3Config, Qwen3Model
 
-from intaglio.errors import ConfigError
+from intaglio.errors import CheckpointError, ConfigError
 
 
-def build_vae(config: dict[str, Any]) -> AutoencoderKLFlux2:
-    """An autoencoder of diffusers' ``config`` with fresh weights; the keys are those of its ``config.json``."""
-    return AutoencoderKLFlux2.from_config(config)
+def component(role: str, settings: Mapping[str, Any], root: Path) -> Any:
+    """The ``vae``, ``transformer`` or ``text_encoder`` of a recipe's table: from a folder, or with fresh weights.
+
+    ``settings`` is ``{"path": FOLDER}``, relative to ``root``, or the values of the published ``config.json``. Weights
+    are float32. Raises ConfigError for a key that the model does not have, CheckpointError for a folder that cannot
+    be read.
+    """
+    path, values = settings.get("path"), {key: value for key, value in settings.items() if key != "path"}
+    if path is None:
+        return _BUILDERS[role](_known(role, values))
+    if values:
+        raise ConfigError(f"{role}: has path and {min(values)}; a model from a folder has its own configuration")
+    folder = root / path
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder}: has no config.json; path names the folder of a {role}, as it is published")
+    try:
+        return _CLASSES[role].from_pretrained(folder, local_files_only=True, torch_dtype=torch.float32)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{folder}: cannot be read as {_CLASSES[role].__name__} ({error})") from error
 
 
-def build_transformer(config: dict[str, Any]) -> Flux2Transformer2DModel:
-    """A transformer of diffusers' ``config`` with fresh weights, which starts as the identity of adaptive norms.
+def _build_transformer(config: dict[str, Any]) -> Flux2Transformer2DModel:
+    """Fresh weights, which start as the identity.
 
-    The output projection and all modulations start at zero, as in DiT (Peebles and Xie 2022, arXiv:2212.09748).
+    The output projection and all modulations are zero, as in DiT (Peebles and Xie 2022, arXiv:2212.09748).
     """
     transformer = Flux2Transformer2DModel.from_config(config)
     for name, module in transformer.named_modules():
@@ -34,9 +52,23 @@ def build_transformer(config: dict[str, Any]) -> Flux2Transformer2DModel:
     return transformer
 
 
-def build_text_encoder(config: dict[str, Any]) -> Qwen3Model:
-    """A Qwen3 decoder without its head, of transformers' ``config`` with fresh weights."""
-    return Qwen3Model(Qwen3Config(**config))
+_BUILDERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "vae": AutoencoderKLFlux2.from_config,
+    "transformer": _build_transformer,
+    "text_encoder": lambda config: Qwen3Model(Qwen3Config(**config)),
+}
+_CLASSES = {"vae": AutoencoderKLFlux2, "transformer": Flux2Transformer2DModel, "text_encoder": Qwen3Model}
+
+
+def _known(role: str, values: dict[str, Any]) -> dict[str, Any]:
+    """``values``, none of which the model would ignore."""
+    if role == "text_encoder":
+        known = set(Qwen3Config().to_dict())
+    else:
+        known = set(inspect.signature(_CLASSES[role].__init__).parameters) - {"self"}
+    if unknown := sorted(values.keys() - known):
+        raise ConfigError(f"{role}.{unknown[0]} is no key of {_CLASSES[role].__name__}; known are {sorted(known)}")
+    return values
 
 
 def pack(latents_BLHW: torch.Tensor, patch: int) -> torch.Tensor:

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKLFlux2
+from pydantic import BaseModel, ConfigDict, Field
 from torch.nn import functional
 
 from intaglio.trainer.data.source import Batch
-from intaglio.trainer.models.flux2 import pack
+from intaglio.trainer.models.flux2 import component, pack
+from intaglio.trainer.recipe import checked
 from intaglio.trainer.tasks.task import Losses, Task
+
+
+class AutoencoderSettings(BaseModel):
+    """``[task]`` of ``kind = "autoencoder"``; see :class:`AutoencoderTask` for the weights."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: str
+    kl_weight: float = Field(default=1e-4, ge=0.0)
+    edge_weight: float = Field(default=1.0, ge=0.0)
 
 
 class AutoencoderTask(Task):
@@ -51,3 +65,12 @@ class AutoencoderTask(Task):
 
     def save(self, folder: Path) -> None:
         self.vae.save_pretrained(folder)
+
+
+def build_task(
+    task: Mapping[str, Any], model: Mapping[str, Any], *, root: Path, tokenizer: Path | None
+) -> AutoencoderTask:
+    """The task of a recipe's ``[task]`` and ``[model]``, an AutoencoderKLFlux2. Raises ConfigError, CheckpointError."""
+    settings = checked(AutoencoderSettings, task, "task", "task.")
+    vae = component("vae", model, root)
+    return AutoencoderTask(vae, kl_weight=settings.kl_weight, edge_weight=settings.edge_weight)

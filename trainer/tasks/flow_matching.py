@@ -1,0 +1,146 @@
+"""Learning to paint: FLUX.2's transformer and its text encoder, by flow matching in the latents of a frozen VAE.
+
+The latents at noise level sigma are ``sigma * noise + (1 - sigma) * image``; what is predicted is ``noise - image``
+(Lipman et al. 2022, arXiv:2210.02747), as ``runtimes/flow_matching.py`` samples.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2Transformer2DModel
+from pydantic import BaseModel, ConfigDict, Field
+from transformers import Qwen3Model
+
+from intaglio.errors import ConfigError
+from intaglio.trainer.data.source import Batch
+from intaglio.trainer.models.flux2 import check_fit, component, conditioning, image_ids, normalise, pack, text_ids
+from intaglio.trainer.recipe import checked
+from intaglio.trainer.saving import copy_tokenizer, save_quantized
+from intaglio.trainer.tasks.task import Losses, Task
+
+
+class FlowMatchingSettings(BaseModel):
+    """``[task]`` of ``kind = "flow-matching"``.
+
+    sigma is ``sigmoid(normal * sigma_std + sigma_mean)``, the logit-normal density of Stable Diffusion 3 (Esser et al.
+    2024, arXiv:2403.03206). text_encoder_out_layers: hidden states that the transformer is told. shift: of the noise
+    levels when the model paints.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: str
+    text_encoder_out_layers: tuple[int, ...] = (9, 18, 27)
+    train_text_encoder: bool = True
+    sigma_mean: float = 0.0
+    sigma_std: float = Field(default=1.0, gt=0.0)
+    shift: float = Field(default=1.0, gt=0.0)
+
+
+class FlowMatchingModels(BaseModel):
+    """``[model]``: each part is ``path`` of a folder, or the values of its ``config.json``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    transformer: dict[str, Any]
+    text_encoder: dict[str, Any]
+    vae: dict[str, Any]
+
+
+class FlowMatchingTask(Task):
+    """Batches of ``pixel_values`` float32 ``[B, 3, H, W]`` in -1..1 and of captions, ``input_ids`` and
+    ``attention_mask`` ``[B, T]``. The loss is the mean square over a picture's latents, summed over pictures.
+    """
+
+    unit = "images"
+
+    def __init__(
+        self,
+        transformer: Flux2Transformer2DModel,
+        text_encoder: Qwen3Model,
+        vae: AutoencoderKLFlux2,
+        settings: FlowMatchingSettings,
+        tokenizer: Path,
+    ) -> None:
+        super().__init__()
+        check_fit(transformer, text_encoder, vae, settings.text_encoder_out_layers)
+        self.transformer, self.text_encoder = transformer, text_encoder
+        self.vae = vae.requires_grad_(False).eval()
+        self.text_encoder.requires_grad_(settings.train_text_encoder)
+        self.settings, self._tokenizer = settings, tokenizer
+
+    def train(self, mode: bool = True) -> FlowMatchingTask:
+        super().train(mode)
+        self.vae.eval()  # its batch norm would go on learning
+        return self
+
+    def weight(self, batch: Batch) -> int:
+        return len(batch["pixel_values"])
+
+    def forward(self, batch: Batch, generator: torch.Generator) -> Losses:
+        latents_BCHW = self._latents(batch["pixel_values"])
+        batch_size, _, height, width = latents_BCHW.shape
+        latents_BSC = latents_BCHW.flatten(2).transpose(1, 2)
+        noise = torch.randn(latents_BSC.shape, generator=generator, device=latents_BSC.device)
+        normal = torch.randn(batch_size, generator=generator, device=latents_BSC.device)
+        sigma = torch.sigmoid(normal * self.settings.sigma_std + self.settings.sigma_mean)
+        noisy = latents_BSC + sigma[:, None, None] * (noise - latents_BSC)
+        embeds_BTJ = conditioning(
+            self.text_encoder, self.settings.text_encoder_out_layers, batch["input_ids"], batch["attention_mask"]
+        )
+        velocity = self.transformer(
+            hidden_states=noisy,
+            encoder_hidden_states=embeds_BTJ,
+            timestep=sigma,
+            img_ids=image_ids(height, width).to(noisy.device),
+            txt_ids=text_ids(embeds_BTJ.shape[1]).to(noisy.device),
+            return_dict=False,
+        )[0]
+        squares = (velocity.float() - (noise - latents_BSC)).square()
+        return Losses(squares.mean(dim=(1, 2)).sum(), {})
+
+    @torch.no_grad()
+    def _latents(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Packed, normalised latents of pictures, float32 ``[B, C, H, W]``."""
+        latents = self.vae.encode(pixels).latent_dist.mode().float()
+        return normalise(self.vae, pack(latents, self.vae.config.patch_size[0]))
+
+    def save(self, folder: Path) -> None:
+        """Writes a diffusers directory that Flux2KleinPipeline and ``intaglio export`` read."""
+        save_quantized(self.transformer, folder / "transformer")
+        save_quantized(self.text_encoder, folder / "text_encoder")
+        self.vae.save_pretrained(folder / "vae")
+        scheduler = FlowMatchEulerDiscreteScheduler(shift=self.settings.shift)
+        scheduler.save_pretrained(folder / "scheduler")
+        (folder / "tokenizer").mkdir()
+        copy_tokenizer(self._tokenizer, folder / "tokenizer")
+        index = {
+            "_class_name": "Flux2KleinPipeline",
+            "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+            "text_encoder": ["transformers", "Qwen3Model"],
+            "tokenizer": ["transformers", "Qwen2TokenizerFast"],
+            "transformer": ["diffusers", "Flux2Transformer2DModel"],
+            "vae": ["diffusers", "AutoencoderKLFlux2"],
+            "is_distilled": False,
+            "text_encoder_out_layers": list(self.settings.text_encoder_out_layers),
+        }
+        (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def build_task(
+    task: Mapping[str, Any], model: Mapping[str, Any], *, root: Path, tokenizer: Path | None
+) -> FlowMatchingTask:
+    """The task of a recipe's ``[task]`` and ``[model]``. Raises ConfigError, CheckpointError."""
+    settings = checked(FlowMatchingSettings, task, "task", "task.")
+    parts = checked(FlowMatchingModels, model, "model", "model.")
+    if tokenizer is None:
+        raise ConfigError("tokenizer is missing; it names the folder of the captions' tokenizer")
+    models = {role: component(role, table, root) for role, table in parts}
+    return FlowMatchingTask(
+        models["transformer"], models["text_encoder"], models["vae"], settings, tokenizer
+    )
