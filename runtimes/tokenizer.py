@@ -74,6 +74,10 @@ class Tokenizer:
             eos_token_ids=info.eos_token_ids,
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        # The template is compiled again where it is needed.
+        return {name: value for name, value in self.__dict__.items() if name != "_template"}
+
     @property
     def vocab_size(self) -> int:
         """The number of tokens, added ones included. Logits may be wider: models pad their vocabulary."""

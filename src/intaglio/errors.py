@@ -19,6 +19,10 @@ class WeightsError(IntaglioError):
     """The tensors of a checkpoint do not match what its architecture declares."""
 
 
+class DataError(IntaglioError):
+    """Training data is damaged, empty, or not what its settings say."""
+
+
 class OutputError(IntaglioError):
     """A result could not be written: a full disk, a folder that may not be replaced, missing permissions."""
 
