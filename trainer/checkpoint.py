@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import re
@@ -26,6 +27,8 @@ from intaglio.output import replaced_folder
 from intaglio.trainer.sharding import like, whole
 
 FORMAT = 1
+# Enough to tell two models apart, and little to read of a large one.
+_HASHED_VALUES = 4096
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -101,6 +104,17 @@ def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that belong to the weights, by name."""
     kept = module.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in module.named_buffers() if name in kept}
+
+
+def frozen_fingerprint(module: nn.Module) -> str:
+    """A hash of the parameters that are not trained, which no checkpoint holds: of the first values of each."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            first = parameter.detach().flatten()[:_HASHED_VALUES].float().cpu().contiguous()
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+            digest.update(first.numpy().tobytes())
+    return digest.hexdigest()
 
 
 @torch.no_grad()

@@ -28,13 +28,16 @@ from intaglio.trainer.optimizers import build_optimizers
 from intaglio.trainer.parallel import Ranks, parallelize, set_gradient_sync
 from intaglio.trainer.recipe import Recipe, check_same_recipe
 from intaglio.trainer.schedules import learning_rate_factor
-from intaglio.trainer.sharding import whole
+from intaglio.trainer.sharding import local, whole
 from intaglio.trainer.tasks.task import Losses, Task
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # Below this the gradients themselves are not finite, whatever the scale of the loss.
 _SMALLEST_LOSS_SCALE = 2.0**-10
-_TRAINING, _EVALUATION = 0, 1
+# What a seed is drawn for.
+_TRAINING, _EVALUATION, _RANK = 0, 1, 2
+# Why a run ends before its last step, in the order in which one reason of a rank outweighs those of others.
+_STOPS = (None, "patience", "cancelled", "SIGTERM", "SIGINT")
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class Trainer:
         self.source, self.evaluation_source = source, evaluation_source
         self._progress, self._report, self._rebuild = progress, report, rebuild
         self.task = task.to(self.device)
+        self._frozen = checkpoints.frozen_fingerprint(task)
+        self._check_parallel()
         self._module = parallelize(self.task, settings.parallel.kind, self.ranks)
         self.parameters = checkpoints.trained_parameters(self.task)
         if not self.parameters:
@@ -90,6 +95,15 @@ class Trainer:
         self._seconds = 0.0
         self._interval = _Interval()
         self._stop: str | None = None
+        self._cancelled: CancelledError | None = None
+
+    def _check_parallel(self) -> None:
+        if self.ranks.world_size == 1 or self.settings.parallel.kind == "ddp":
+            return
+        if self.train.precision == "float16":
+            raise InputError("parallel.kind is fsdp, which does not scale losses for float16; use bfloat16, or ddp")
+        if self.settings.optimizer.kind == "shampoo":
+            raise InputError("parallel.kind is fsdp, and Shampoo needs whole gradients; use ddp, or another optimizer")
 
     def run(self, resume: bool = False) -> TrainingResult:
         """Trains to the last step, or until SIGINT or SIGTERM asks to stop, and saves.
@@ -116,7 +130,7 @@ class Trainer:
         """All steps that are left; returns the last row of the log."""
         steps = self.train.steps
         progress = Progress(self._progress, "training", max(0, steps - self.step), "steps")
-        batches = _endless(self.source)
+        batches = _Endless(self.source)
         row: dict[str, float] = {}
         self.task.train()
         begun = time.monotonic() - self._seconds
@@ -129,32 +143,30 @@ class Trainer:
                 self._interval = _Interval()
                 if log is not None:
                     log.write(row)
-            cancelled = self._advance(progress)
-            self._agree_to_stop()
-            if self.step % self.train.checkpoint_every == 0 or self.step == steps or self._stop or cancelled:
+            self._advance(progress)
+            self._stop = _STOPS[int(self.ranks.max([_STOPS.index(self._stop)])[0])]  # one rank that stops stops all
+            if self.step % self.train.checkpoint_every == 0 or self.step == steps or self._stop:
                 self._save_checkpoint(log)
-            if cancelled:
-                raise cancelled
+        if self._stop == "cancelled":
+            raise self._cancelled or CancelledError(f"training: cancelled after {self.step} of {steps} steps")
         return row
 
-    def _advance(self, progress: Progress) -> CancelledError | None:
+    def _advance(self, progress: Progress) -> None:
         try:
             progress.advance(1)
         except CancelledError as error:
-            return error
-        return None
+            self._stop, self._cancelled = "cancelled", error
 
     # One update
 
-    def _update(self, batches: Iterator[Batch]) -> tuple[dict[str, float], int]:
+    def _update(self, batches: _Endless) -> tuple[dict[str, float], int]:
         """One step: the loss of ``accumulate`` micro-batches of every rank, and one update of the weights.
 
         Returns what the log says of it and the number of the task's units.
         """
         micro_batches = [next(batches) for _ in range(self.train.accumulate)]
         # Counted before they go to the device: reading from it would wait for it.
-        counts = [sum(map(self.task.weight, micro_batches)), sum(map(self.task.units, micro_batches))]
-        weight, units = self.ranks.sum([float(count) for count in counts])
+        weight, units = self._counted(micro_batches, batches.epochs)
         if weight == 0:
             raise TrainingError(f"step {self.step + 1}: nothing in its batches is predicted; check the data's masks")
         micro_batches = [self._on_device(batch) for batch in micro_batches]
@@ -167,7 +179,8 @@ class Trainer:
         losses, norm_value = self._read(measured, norm, weight)
         self._check_finite(losses["loss"], norm_value, micro_batches)
         if self.train.clip is not None and norm_value > self.train.clip:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self.train.clip, norm)
+            gradients = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
+            torch._foreach_mul_(gradients, self.train.clip / norm_value)
         for optimizer in self.optimizers.all:
             self.scaler.step(optimizer)
         self.scaler.update()
@@ -178,6 +191,17 @@ class Trainer:
         self.step += 1
         return {**losses, "learning_rate": self._rates[0][0]["lr"], "gradient_norm": norm_value}, int(units)
 
+    def _counted(self, micro_batches: list[Batch], epochs: int) -> tuple[float, float]:
+        """The weight and the units of the step over all ranks. Raises TrainingError where the ranks fell apart."""
+        weight, units = (float(sum(map(count, micro_batches))) for count in (self.task.weight, self.task.units))
+        weight, units, total, squares = self.ranks.sum([weight, units, epochs, epochs**2])
+        if squares * self.ranks.world_size != total**2:  # the mean of squares is the square of the mean only if equal
+            raise TrainingError(
+                f"step {self.step + 1}: rank {self.ranks.rank} has come to the end of {epochs} epochs, others to that "
+                "of more or fewer: their shards have unequal numbers of batches. Give every rank as many"
+            )
+        return weight, units
+
     def _on_device(self, batch: Batch) -> Batch:
         if self.device.type == "cpu":
             return batch
@@ -185,8 +209,7 @@ class Trainer:
 
     def _losses(self, batch: Batch, kind: int, step: int, index: int) -> Losses:
         """The task's loss, its generator seeded from all that tells this micro-batch from others."""
-        seed = np.random.SeedSequence(self.settings.seed, spawn_key=(kind, step, self.ranks.rank, index))
-        self._generator.manual_seed(int(seed.generate_state(1, np.uint64)[0]) >> 1)
+        self._generator.manual_seed(_seed(self.settings.seed, kind, step, self.ranks.rank, index))
         dtype = _DTYPES.get(self.train.precision)
         precision = torch.autocast(self.device.type, dtype=dtype) if dtype is not None else nullcontext()
         with precision:
@@ -291,17 +314,19 @@ class Trainer:
         if self.average is not None:
             tensors["average"] = self.average.weights
         random_tensors, random_values = checkpoints.random_state()
-        everyone = self.ranks.gather((self.source.state_dict(), random_values, random_tensors))
-        for rank, (_, _, state) in enumerate(everyone):
-            tensors[f"random-{rank}"] = state
+        everyone = self.ranks.gather((random_values, random_tensors))
+        for rank, (_, generators) in enumerate(everyone):
+            tensors[f"random-{rank}"] = generators
         state = {
             "step": self.step,
             "seconds": self._seconds,
             "world_size": self.ranks.world_size,
             "recipe": json.loads(self.settings.model_dump_json()),
             "fingerprint": self.source.fingerprint,
-            "data": [data for data, _, _ in everyone],
-            "random": [values for _, values, _ in everyone],
+            "frozen": self._frozen,
+            # The same on every rank: a place in the order that all ranks go over together.
+            "data": self.source.state_dict(),
+            "random": [values for values, _ in everyone],
             "optimizer": optimizer_values,
             "average_updates": self.average.updates if self.average is not None else 0,
             "scaler": self.scaler.state_dict(),
@@ -329,24 +354,38 @@ class Trainer:
 
     def _publish(self) -> None:
         """Writes the model into ``model/``, and the one with the best evaluation into ``best/``."""
-        if self.ranks.world_size > 1 and self.settings.parallel.kind == "fsdp":
-            raise NotImplementedError
-        averaged = self.average.applied() if self.average is not None else nullcontext()
-        self.task.eval()
         if self.ranks.is_first:
-            with averaged, replaced_folder(self.folder / "model") as partial:
-                self.task.save(partial)
+            task = self.task
+            if self.ranks.world_size > 1 and self.settings.parallel.kind == "fsdp":
+                # Whole on one rank only here, in ordinary memory, from the checkpoint of this step.
+                assert self._rebuild is not None, "a sharded task is saved through another"
+                task = self._rebuild()
+                last = checkpoints.checkpoint_folder(self.checkpoints, self.step)
+                tensors = checkpoints.read_tensors(last, "weights")
+                if self.average is not None:
+                    tensors |= checkpoints.read_tensors(last, "average")
+                checkpoints.load_weights(task, tensors, last)
+                self._save_model(task, "model")
+            else:
+                with self.average.applied() if self.average is not None else nullcontext():
+                    self._save_model(task, "model")
             if self._best is not None:
                 best = self.checkpoints / "best"
-                checkpoints.load_weights(self.task, checkpoints.read_tensors(best, "weights"), best)
-                with replaced_folder(self.folder / "best") as partial:
-                    self.task.save(partial)
+                checkpoints.load_weights(task, checkpoints.read_tensors(best, "weights"), best)
+                self._save_model(task, "best")
         self.ranks.barrier()
+
+    def _save_model(self, task: Task, name: str) -> None:
+        task.eval()
+        with replaced_folder(self.folder / name) as partial:
+            task.save(partial)
 
     # Going on
 
     def _begin(self, resume: bool) -> None:
         steps = checkpoints.saved_steps(self.checkpoints)
+        if self.ranks.rank:  # or all ranks would drop the same activations
+            torch.manual_seed(_seed(self.settings.seed, _RANK, self.ranks.rank))
         if steps and not resume:
             raise InputError(
                 f"{self.folder}: holds a run with checkpoints, the last of step {steps[-1]}; go on with --resume, or "
@@ -361,7 +400,12 @@ class Trainer:
 
     def _load_checkpoint(self, folder: Path) -> None:
         state = checkpoints.read_state(folder)
-        check_same_recipe(state["recipe"], self.settings, folder)
+        check_same_recipe(state["recipe"], state["world_size"], self.settings, self.ranks.world_size, folder)
+        if state["frozen"] != self._frozen:
+            raise CheckpointError(
+                f"{folder}: was trained with other weights in the part of the model that is not trained; put the "
+                "files that the recipe names back, or train into another folder"
+            )
         if state["fingerprint"] != self.source.fingerprint:
             raise CheckpointError(
                 f"{folder}: was trained on other data (fingerprint {state['fingerprint']}, now "
@@ -372,8 +416,7 @@ class Trainer:
         if self.average is not None:
             self.average.load(checkpoints.read_tensors(folder, "average"), state["average_updates"])
         self.scaler.load_state_dict(state["scaler"])
-        same_ranks = state["world_size"] == self.ranks.world_size
-        self.source.load_state_dict(state["data"][self.ranks.rank if same_ranks else 0])
+        self.source.load_state_dict(state["data"])
         if self.ranks.rank < state["world_size"]:
             tensors = checkpoints.read_tensors(folder, f"random-{self.ranks.rank}")
             checkpoints.set_random_state(tensors, state["random"][self.ranks.rank])
@@ -405,21 +448,30 @@ class Trainer:
             for number, handler in earlier.items():
                 signal.signal(number, handler)
 
-    def _agree_to_stop(self) -> None:
-        """One rank that was asked to stop stops all."""
-        if self.ranks.world_size > 1:
-            self._stop = next((stop for stop in self.ranks.gather(self._stop) if stop), None)
+
+def _seed(seed: int, *what_for: int) -> int:
+    return int(np.random.SeedSequence(seed, spawn_key=what_for).generate_state(1, np.uint64)[0] >> 1)
 
 
-def _endless(source: BatchSource) -> Iterator[Batch]:
+class _Endless:
     """The batches of ``source``, epoch after epoch. Raises InputError where it has none."""
-    empty = 0
-    while empty < 2:  # a cursor may stand at the end of its epoch
-        empty += 1
-        for batch in source:
-            empty = 0
-            yield batch
-    raise InputError("the training data holds no batch; check its files, or take a smaller batch size")
+
+    def __init__(self, source: BatchSource) -> None:
+        self.epochs = 0
+        self._source = source
+        self._iterator = iter(source)
+
+    def __next__(self) -> Batch:
+        for _ in range(2):  # a cursor may stand at the end of its epoch
+            batch = next(self._iterator, None)
+            if batch is not None:
+                return batch
+            self.epochs += 1
+            self._iterator = iter(self._source)
+        batch = next(self._iterator, None)
+        if batch is None:
+            raise InputError("the training data holds no batch; check its files, or take a smaller batch size")
+        return batch
 
 
 class _Interval:

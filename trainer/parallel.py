@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from intaglio.trainer.tasks.task import Task
+from intaglio.errors import InputError
 
 _CPU = torch.device("cpu")
+ParallelKind = Literal["ddp", "fsdp"]
 
 
 @dataclass(frozen=True)
@@ -27,13 +33,21 @@ class Ranks:
         """Whether this is the rank that writes."""
         return self.rank == 0
 
-    def sum(self, values: list[float]) -> list[float]:
+    def sum(self, values: Sequence[float]) -> list[float]:
         """The sums of each of ``values`` over the ranks."""
+        return self._reduced(values, distributed.ReduceOp.SUM)
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """The largest of each of ``values`` over the ranks."""
+        return self._reduced(values, distributed.ReduceOp.MAX)
+
+    def _reduced(self, values: Sequence[float], operation: Any) -> list[float]:
         if self.world_size == 1:
-            return values
+            return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        distributed.all_reduce(tensor)
-        return tensor.tolist()
+        distributed.all_reduce(tensor, operation)
+        result: list[float] = tensor.tolist()
+        return result
 
     def gather(self, value: Any) -> list[Any]:
         """``value`` of every rank."""
@@ -49,29 +63,57 @@ class Ranks:
             distributed.barrier()
 
 
-def parallelize(task: Task, kind: str, ranks: Ranks) -> nn.Module:
+@contextmanager
+def started_ranks(device: str) -> Iterator[Ranks]:
+    """The ranks of this run, as torchrun's environment tells; ``device`` is auto, cpu or cuda.
+
+    Raises InputError where there is no such device.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("train.device is cuda, but torch finds no such device; use auto or cpu")
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1:
+        yield Ranks(device=torch.device(device))
+        return
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if device == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise InputError(
+                f"rank {local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}; start torchrun "
+                f"with --nproc-per-node {torch.cuda.device_count()}"
+            )
+        torch.cuda.set_device(local_rank)
+    # Gloo beside NCCL: what is gathered for checkpoints lies in ordinary memory.
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    try:
+        yield Ranks(distributed.get_rank(), world_size, torch.device(device, local_rank) if device == "cuda" else _CPU)
+    finally:
+        distributed.destroy_process_group()
+
+
+def parallelize(task: nn.Module, kind: ParallelKind, ranks: Ranks) -> nn.Module:
     """What is called in place of ``task``, whose gradients are then means over the ranks.
 
-    ``ddp`` wraps it; ``fsdp`` shards the parameters of ``task`` itself, block by block.
+    ``ddp`` wraps it; ``fsdp`` shards the parameters of ``task`` itself, each block of a list of blocks on its own.
     """
     if ranks.world_size == 1:
         return task
     if kind == "ddp":
         return DistributedDataParallel(task, device_ids=[ranks.device] if ranks.device.type == "cuda" else None)
-    from torch.distributed.fsdp import fully_shard
-
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     for module in task.modules():
         if isinstance(module, nn.ModuleList):
             for block in module:
-                fully_shard(block)
-    fully_shard(task)
+                if any(parameter.requires_grad for parameter in block.parameters()):
+                    fully_shard(block, mesh=mesh)
+    fully_shard(task, mesh=mesh)
     return task
 
 
 def set_gradient_sync(module: nn.Module, wanted: bool) -> None:
     """Whether the next backward pass takes the mean of the gradients over the ranks; only the last of a step has to."""
-    from torch.distributed.fsdp import FSDPModule
-
     if isinstance(module, DistributedDataParallel):
         module.require_backward_grad_sync = wanted
     elif isinstance(module, FSDPModule):

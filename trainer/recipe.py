@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from intaglio.errors import ConfigError, InputError
 from intaglio.trainer.optimizers import OptimizerSettings
+from intaglio.trainer.parallel import ParallelKind
 from intaglio.trainer.schedules import ScheduleSettings
 
 Settings = TypeVar("Settings", bound=BaseModel)
@@ -45,7 +47,7 @@ class ParallelSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kind: Literal["ddp", "fsdp"] = "ddp"
+    kind: ParallelKind = "ddp"
 
 
 class Recipe(BaseModel):
@@ -61,7 +63,6 @@ class Recipe(BaseModel):
     data: dict[str, Any]
     evaluation_data: dict[str, Any] | None = None
     optimizer: OptimizerSettings = OptimizerSettings()
-    # `schedule` and `train` are named as their tables are; pydantic keeps neither name to itself.
     schedule: ScheduleSettings = ScheduleSettings()
     train: TrainSettings
     quantization: list[dict[str, Any]] = Field(default_factory=list)
@@ -72,6 +73,9 @@ class Recipe(BaseModel):
 # What may change between a checkpoint and the run that goes on from it: the length, and what leaves weights alone.
 CHANGEABLE = (
     "train.steps",
+    # The examples of a step stay as many, which is checked beside.
+    "train.accumulate",
+    "data.batch_size",
     "train.device",
     "train.log_every",
     "train.checkpoint_every",
@@ -164,8 +168,13 @@ def _override(content: dict[str, Any], text: str) -> None:
         table[path[-1]] = value.strip()
 
 
-def check_same_recipe(saved: Mapping[str, Any], recipe: Recipe, source: Path) -> None:
-    """Raises ConfigError naming the first key in which ``recipe`` may not differ from the checkpoint's, but does."""
+def check_same_recipe(
+    saved: Mapping[str, Any], saved_world_size: int, recipe: Recipe, world_size: int, source: Path
+) -> None:
+    """Raises ConfigError naming the first key in which ``recipe`` may not differ from the checkpoint's, but does.
+
+    Batch size, accumulation and number of ranks may change where a step still has as many examples.
+    """
     ours = _flat(json.loads(recipe.model_dump_json()))
     theirs = _flat(saved)
     for key in sorted(ours.keys() | theirs.keys()):
@@ -176,6 +185,17 @@ def check_same_recipe(saved: Mapping[str, Any], recipe: Recipe, source: Path) ->
                 f"{source}: was written with {key} = {theirs.get(key)!r}, the recipe says {ours.get(key)!r}; set it "
                 "back, or train into another folder"
             )
+    before = (saved["data"].get("batch_size", 1), saved["train"]["accumulate"], saved_world_size)
+    now = (recipe.data.get("batch_size", 1), recipe.train.accumulate, world_size)
+    if math.prod(before) != math.prod(now):
+        raise ConfigError(
+            f"{source}: a step had {_product(before)} examples (data.batch_size x train.accumulate x ranks), now "
+            f"{_product(now)}; set one of them so that there are {math.prod(before)} again"
+        )
+
+
+def _product(factors: Sequence[int]) -> str:
+    return f"{math.prod(factors)} = {' x '.join(map(str, factors))}"
 
 
 def _flat(content: Any, prefix: str = "") -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,9 +17,12 @@ from intaglio.progress import ProgressCallback
 from intaglio.runtimes.tokenizer import Tokenizer
 from intaglio.trainer.logs import Row
 from intaglio.trainer.loop import Trainer, TrainingResult
-from intaglio.trainer.parallel import Ranks
-from intaglio.trainer.recipe import Recipe, read_recipe
+from intaglio.trainer.parallel import Ranks, started_ranks
+from intaglio.trainer.recipe import Recipe, checked, read_recipe
 from intaglio.trainer.tasks.task import Task
+
+if TYPE_CHECKING:
+    from intaglio.trainer.data.loader import Loader
 
 # What `task.kind` may say: the modules in tasks/, each with a function build_task.
 TASKS = {"causal-lm": "causal_lm", "flow-matching": "flow_matching", "autoencoder": "autoencoder"}
@@ -42,14 +46,30 @@ def train(
     settings = read_recipe(path, overrides)
     folder = Path(output) if output is not None else Path("runs") / path.stem
     root = path.parent
-    device = _device(settings.train.device)
-    seed_everything(settings.seed)
-    task = build_task(settings, root)
-    source, evaluation_source = build_sources(settings, root)
-    trainer = Trainer(
-        task, source, settings, folder, evaluation_source, progress, report=report, ranks=Ranks(device=device)
-    )
-    return trainer.run(resume)
+
+    def build() -> Task:
+        seed_everything(settings.seed)
+        return build_task(settings, root)
+
+    with started_ranks(settings.train.device) as ranks, contextlib.ExitStack() as stack:
+        task = build()
+        source, evaluation_source = build_sources(settings, root, ranks)
+        for each in (source, evaluation_source):
+            if each is not None:
+                stack.callback(each.close)
+        first = ranks.is_first
+        trainer = Trainer(
+            task,
+            source,
+            settings,
+            folder,
+            evaluation_source,
+            progress if first else None,
+            report=report if first else None,
+            ranks=ranks,
+            rebuild=build,
+        )
+        return trainer.run(resume)
 
 
 def seed_everything(seed: int) -> None:
@@ -67,9 +87,10 @@ def build_task(settings: Recipe, root: Path) -> Task:
     module = importlib.import_module(f"intaglio.trainer.tasks.{TASKS[kind]}")
     task: Task = module.build_task(settings.task, settings.model, root=root, tokenizer=tokenizer_folder(settings, root))
     if settings.quantization:
-        from intaglio.trainer.quantization import quantize_linears
+        from intaglio.trainer.quantization import QuantizationSettings, quantize_linears
 
-        quantize_linears(task, settings.quantization)
+        tables = [checked(QuantizationSettings, table, "quantization") for table in settings.quantization]
+        quantize_linears(task, [table.rule for table in tables])
     return task
 
 
@@ -84,21 +105,15 @@ def tokenizer_folder(settings: Recipe, root: Path) -> Path | None:
     return root / path if isinstance(path, str) and (root / path / "tokenizer.json").is_file() else None
 
 
-def build_sources(settings: Recipe, root: Path) -> tuple[Any, Any]:
-    """The batches to train on, and those to evaluate on, if the recipe has any."""
-    from intaglio.trainer.data.settings import build_source
+def build_sources(settings: Recipe, root: Path, ranks: Ranks) -> tuple[Loader, Loader | None]:
+    """This rank's batches to train on, and those to evaluate on, if the recipe has any."""
+    from intaglio.trainer.data.settings import build_source, parse_settings
 
     folder = tokenizer_folder(settings, root)
     tokenizer = Tokenizer(folder) if folder is not None else None
-    source = build_source(settings.data, root=root, seed=settings.seed, tokenizer=tokenizer)
-    if settings.evaluation_data is None:
-        return source, None
-    return source, build_source(settings.evaluation_data, root=root, seed=settings.seed, tokenizer=tokenizer)
 
+    def build(table: dict[str, Any]) -> Loader:
+        source = build_source(parse_settings(table), seed=settings.seed, root=root, tokenizer=tokenizer)
+        return source.shard(ranks.rank, ranks.world_size) if ranks.world_size > 1 else source
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise InputError("train.device is cuda, but torch finds no such device; use auto or cpu")
-    return torch.device(name)
+    return build(settings.data), None if settings.evaluation_data is None else build(settings.evaluation_data)

@@ -20,7 +20,7 @@ WIDTH = 8
 
 
 class ListSource:
-    """``examples`` in batches, in an order drawn anew for each epoch; rank r takes the r-th part of every batch."""
+    """``examples`` in batches, in an order drawn anew for each epoch; n ranks share n batches of that order."""
 
     def __init__(self, examples: Batch, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
         self.examples, self.batch_size = examples, batch_size
@@ -29,16 +29,16 @@ class ListSource:
 
     @property
     def fingerprint(self) -> str:
-        return str(float(next(iter(self.examples.values())).double().sum()))
+        return str(float(next(iter(self.examples.values())).double().nansum()))
 
     def __iter__(self) -> Iterator[Batch]:
         count = len(next(iter(self.examples.values())))
-        order = np.random.default_rng(self.epoch).permutation(count)
-        while (self.position + 1) * self.batch_size <= count:
-            chosen = order[self.position * self.batch_size :][: self.batch_size]
-            self.position += 1
-            part = np.array_split(chosen, self.world_size)[self.rank]
-            yield {name: tensor[torch.from_numpy(part)] for name, tensor in self.examples.items()}
+        order = torch.from_numpy(np.random.default_rng(self.epoch).permutation(count))
+        while self.position + self.batch_size * self.world_size <= count:
+            begin = self.position + self.rank * self.batch_size
+            self.position += self.batch_size * self.world_size
+            chosen = order[begin : begin + self.batch_size]
+            yield {name: tensor[chosen] for name, tensor in self.examples.items()}
         self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -51,6 +51,8 @@ class ListSource:
 
     def shard(self, rank: int, world_size: int) -> ListSource:
         return ListSource(self.examples, self.batch_size, rank, world_size)
+
+    def close(self) -> None: ...
 
 
 class Block(nn.Module):

@@ -32,4 +32,7 @@ class BatchSource(Protocol):
         """Goes to where ``state`` was saved. Raises CheckpointError where the state is of other data."""
 
     def shard(self, rank: int, world_size: int) -> BatchSource:
-        """The part of ``rank`` of ``world_size``: as many batches an epoch on each, no example twice."""
+        """The part of ``rank`` of ``world_size``: as many batches an epoch on each, no example twice.
+
+        The state after a batch is the same on every rank, and goes for any number of ranks.
+        """
