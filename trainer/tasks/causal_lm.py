@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,12 @@ from intaglio.errors import InputError
 from intaglio.trainer.data.source import Batch
 from intaglio.trainer.models.causal_lm import build_causal_lm
 from intaglio.trainer.recipe import checked
+from intaglio.trainer.saving import copy_tokenizer
 from intaglio.trainer.tasks.task import Losses, Task
 
 IGNORED = -100
 # Logits of more values are made piece by piece, forward and backward: 256 MiB in float32.
 _MAX_LOGITS = 1 << 26
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json", "merges.txt",
-    "added_tokens.json", "chat_template.jinja",
-)  # fmt: skip
 
 
 class CausalLMSettings(BaseModel):
@@ -90,9 +86,7 @@ class CausalLM(Task):
     def save(self, folder: Path) -> None:
         self.model.save_pretrained(folder)
         if self._tokenizer is not None:
-            for name in _TOKENIZER_FILES:
-                if (file := self._tokenizer / name).is_file():
-                    shutil.copyfile(file, folder / name)
+            copy_tokenizer(self._tokenizer, folder)
 
 
 def build_task(task: Mapping[str, Any], model: Mapping[str, Any], *, root: Path, tokenizer: Path | None) -> CausalLM:

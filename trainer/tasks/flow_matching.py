@@ -7,9 +7,9 @@ The latents at noise level sigma are ``sigma * noise + (1 - sigma) * image``; wh
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2Transformer2DModel
@@ -29,7 +29,8 @@ class FlowMatchingSettings(BaseModel):
 
     sigma is ``sigmoid(normal * sigma_std + sigma_mean)``, the logit-normal density of Stable Diffusion 3 (Esser et al.
     2024, arXiv:2403.03206). text_encoder_out_layers: hidden states that the transformer is told. shift: of the noise
-    levels when the model paints.
+    levels when the model paints. max_sequence_length: tokens that prompts are padded to, those of the data's captions.
+    dtype: what dense weights are saved as.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -40,6 +41,8 @@ class FlowMatchingSettings(BaseModel):
     sigma_mean: float = 0.0
     sigma_std: float = Field(default=1.0, gt=0.0)
     shift: float = Field(default=1.0, gt=0.0)
+    max_sequence_length: int = Field(default=512, ge=1)
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
 
 class FlowMatchingModels(BaseModel):
@@ -112,9 +115,9 @@ class FlowMatchingTask(Task):
 
     def save(self, folder: Path) -> None:
         """Writes a diffusers directory that Flux2KleinPipeline and ``intaglio export`` read."""
-        save_quantized(self.transformer, folder / "transformer")
-        save_quantized(self.text_encoder, folder / "text_encoder")
-        self.vae.save_pretrained(folder / "vae")
+        dtype = getattr(torch, self.settings.dtype)
+        for role in ("transformer", "text_encoder", "vae"):
+            save_quantized(getattr(self, role), folder / role, dtype)
         scheduler = FlowMatchEulerDiscreteScheduler(shift=self.settings.shift)
         scheduler.save_pretrained(folder / "scheduler")
         (folder / "tokenizer").mkdir()
@@ -127,6 +130,7 @@ class FlowMatchingTask(Task):
             "transformer": ["diffusers", "Flux2Transformer2DModel"],
             "vae": ["diffusers", "AutoencoderKLFlux2"],
             "is_distilled": False,
+            "max_sequence_length": self.settings.max_sequence_length,
             "text_encoder_out_layers": list(self.settings.text_encoder_out_layers),
         }
         (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -141,6 +145,4 @@ def build_task(
     if tokenizer is None:
         raise ConfigError("tokenizer is missing; it names the folder of the captions' tokenizer")
     models = {role: component(role, table, root) for role, table in parts}
-    return FlowMatchingTask(
-        models["transformer"], models["text_encoder"], models["vae"], settings, tokenizer
-    )
+    return FlowMatchingTask(models["transformer"], models["text_encoder"], models["vae"], settings, tokenizer)
