@@ -3,9 +3,9 @@
     python recipes/emoji/prepare.py runs/emoji
 
 Pictures: Microsoft's Fluent flat emoji (MIT), by way of @iconify-json/fluent-emoji-flat, drawn at 64x64 on white.
-Captions: the English labels of emojibase-data (MIT). Kept are animals, plants, food, places, vehicles, weather, clothes
-and tools; people, faces, letters, flags, symbols and clocks are left out. Needs the extra `train`, resvg-py, and npm for
-the two packages.
+Captions: the English labels of emojibase-data (MIT). Kept are animals, plants, food, places, vehicles, weather,
+clothes and tools; people, faces, letters, flags, symbols and clocks are left out. Needs the extra `train`, resvg-py,
+and npm for the two packages.
 """
 
 from __future__ import annotations
