@@ -133,13 +133,13 @@ def _ternary(groups: Any, arithmetic: Arithmetic) -> Steps:
     while (count := total.shape[-1]) > 1:
         total = total[..., : count // 2] + total[..., count // 2 :]
     scales = _held(total * (1 / groups.shape[-1]), arithmetic)
-    return Steps(xp.clip(xp.round(groups / scales), -1, 1), scales, None)
+    return Steps(_whole(groups / scales, -1, 1, xp), scales, None)
 
 
 def _int8(groups: Any, arithmetic: Arithmetic) -> Steps:
     xp = arithmetic.namespace
     scales = _held(xp.amax(xp.abs(groups), -1)[..., None] / 127, arithmetic, _LARGEST_INT8_SCALE)
-    return Steps(xp.clip(xp.round(groups / scales), -127, 127), scales, None)
+    return Steps(_whole(groups / scales, -127, 127, xp), scales, None)
 
 
 def _affine4(groups: Any, arithmetic: Arithmetic) -> Steps:
@@ -158,7 +158,12 @@ def _affine4(groups: Any, arithmetic: Arithmetic) -> Steps:
     offsets = xp.where(some, ends, 0.0)
     small = xp.abs(offsets) < SMALLEST_SCALE
     offsets = xp.clip(arithmetic.to_bfloat16(xp.where(small, 0.0, offsets)), -LARGEST_SCALE, LARGEST_SCALE)
-    return Steps(xp.clip(xp.round((groups - offsets) / scales), 0, 15), scales, offsets)
+    return Steps(_whole((groups - offsets) / scales, 0, 15, xp), scales, offsets)
+
+
+def _whole(values: Any, low: int, high: int, xp: Any) -> Any:
+    # In place: memory is what takes the time.
+    return xp.clip(xp.round(values, out=values), low, high, out=values)
 
 
 def _held(scales: Any, arithmetic: Arithmetic, largest: float = LARGEST_SCALE) -> Any:

@@ -32,6 +32,17 @@ _SCALE_DTYPES = {
 }
 
 
+class _PackedWeight(torch.Tensor):
+    # What is computed from it is an ordinary tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        raise WeightsError(
+            "the weight of a packed layer cannot be changed; to merge an adapter, load the model with dense weights"
+        )
+
+
 class FrozenQuantizedLinear(nn.Linear):
     """A linear layer whose weight is grouped-quantized and stays so; its bias, if any, is an ordinary parameter.
 
@@ -64,12 +75,11 @@ class FrozenQuantizedLinear(nn.Linear):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """The unpacked weight, float32 ``[out, in]``: to look at, since nothing that is written into it would stay.
+        """The unpacked weight, float32 ``[out, in]``, to look at. Its ``data`` raises WeightsError.
 
-        Writing into it outside ``torch.inference_mode`` is an error.
+        What is written there, as by merging an adapter, would be lost.
         """
-        with torch.inference_mode():
-            return self.unpacked()
+        return self.unpacked().as_subclass(_PackedWeight)
 
     @torch.no_grad()
     def unpacked(self) -> torch.Tensor:

@@ -95,6 +95,9 @@ def test_int8_by_its_definition(seed: int) -> None:
     assert np.all(np.abs(steps - np.clip(weight / scales, -127, 127)) <= 0.5 + 1e-5)
     assert steps.min() >= -127
     assert np.abs(steps).max(-1).min() >= 126
+    # What MLX and GGUF files have in place of a zero point, 128 scales, is a float16 too.
+    largest = quantize(np.full((1, 96), 1e9, np.float32), Quantization("int8")).scales.astype(np.float32)
+    assert np.isfinite((128 * largest).astype(np.float16))
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128])
