@@ -30,7 +30,7 @@ from intaglio.errors import InputError
 from intaglio.progress import ProgressCallback, ProgressEvent
 
 # stdout carries only the result; everything else goes to stderr.
-err = Console(stderr=True, highlight=False)
+err = Console(stderr=True, highlight=False, emoji=False)
 
 
 class ReaderGoneError(Exception):
