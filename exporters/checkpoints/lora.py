@@ -37,6 +37,8 @@ _PAIR = re.compile(
     r"(?P<module>.+?)\.(?:lora_(?P<side>A|B|down|up)(?:\.[^.]+)?|lora(?:_linear_layer)?\.(?P<old>down|up))\.weight"
 )
 _DOWN = ("A", "down")
+# peft copies an adapted head's own weight into the file. It was frozen, so the model has it already.
+_BASE = re.compile(r".+\.base_layer\.(?:weight|bias)")
 # Keys of other methods, and what to say of them.
 _REFUSED = {
     r"lora_magnitude_vector|dora_scale": "is of DoRA, which scales the rows of the merged weight; merge it with the "
@@ -166,6 +168,8 @@ def _sort_keys(
     for key, tensor in tensors.items():
         found = _PAIR.fullmatch(key)
         if found is None:
+            if _BASE.fullmatch(key):
+                continue
             if not key.endswith(".alpha"):
                 raise CheckpointError(f"{file}: {key} {_why_refused(key)}")
             alphas[key.removesuffix(".alpha").removeprefix(_PEFT_PREFIX)] = tensor

@@ -177,13 +177,15 @@ def test_unknown_modules(checkpoint: Path, tmp_path: Path) -> None:
     none = write_adapter(tmp_path / "none", ["decoder.fc1", "decoder.fc2"])
     message = r"none of its 2 modules is one of the model's\. It has .*decoder\.fc1\.lora_A\.weight, .*; the model "
     for allow_unused in (False, True):
-        with pytest.raises(WeightsError, match=message + r"\(language_model\) has model\.layers\.0\.self_attn\.q_proj, "):
+        with pytest.raises(
+            WeightsError, match=message + r"\(language_model\) has model\.layers\.0\.self_attn\.q_proj, "
+        ):
             intaglio.export(checkpoint, tmp_path / "bundle", lora=[none], allow_unused=allow_unused)
 
 
 def test_an_embedding_is_no_linear_layer(checkpoint: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "a", [*MODULES, "model.embed_tokens"])
     with pytest.raises(WeightsError, match="1 of 7 modules are unknown"):
-        adapter = write_adapter(tmp_path / "a", [*MODULES, "model.embed_tokens"])
         intaglio.export(checkpoint, tmp_path / "bundle", lora=[adapter])
 
 
@@ -223,7 +225,9 @@ def test_bad_adapters(checkpoint: Path, tmp_path: Path) -> None:
         for name, t in tiny_checkpoint.tensors().items()
     }  # fmt: skip
     other = tiny_checkpoint.write(tmp_path / "other", config=wrong, weights=weights)
-    message = r"a: base_model\.model\.model\.layers\.0\.mlp\.down_proj\.lora_A\.weight is \[3, 48\]; it adds \[32, 48\] to "
+    message = (
+        r"a: base_model\.model\.model\.layers\.0\.mlp\.down_proj\.lora_A\.weight is \[3, 48\]; it adds \[32, 48\] to "
+    )
     with pytest.raises(WeightsError, match=message + r"model\.layers\.0\.mlp\.down_proj, which is \[32, 64\]"):
         intaglio.export(other, tmp_path / "bundle", lora=[a])
     with pytest.raises(CheckpointError, match="no such file"):

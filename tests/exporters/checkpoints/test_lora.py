@@ -91,7 +91,9 @@ def test_kohya(tmp_path: Path) -> None:
     name = "lora_unet_double_blocks_0_img_attn_qkv"
     tensors = matrices(f"{name}.lora_down.weight", f"{name}.lora_up.weight")
     file = write_file(tmp_path / "a.safetensors", tensors)
-    with pytest.raises(CheckpointError, match=rf"a\.safetensors: has no {name}\.alpha, which says by what {name}\.lora_"):
+    with pytest.raises(
+        CheckpointError, match=rf"a\.safetensors: has no {name}\.alpha, which says by what {name}\.lora_"
+    ):
         open_adapter(file)
     adapter = open_adapter(write_file(file, {**tensors, f"{name}.alpha": np.array(2.0, np.float32)}))
     assert (adapter.spelling, adapter.modules[name].scale, adapter.modules[name].is_flat) == ("kohya", 0.5, True)
@@ -118,7 +120,11 @@ ZEROS = np.zeros((4, 8), np.float32)
         (peft_pair(rank=3), {}, rf"{A} has the rank 3, and the configuration says 4"),
         ({A: ZEROS.reshape(4, 8, 1, 1), B: ZEROS.T.reshape(8, 4, 1, 1)}, {}, rf"{A} is .* a convolution's adapter"),
         ({A: ZEROS.astype(np.int8), B: ZEROS.T}, {}, f"{A} is stored as I8"),
-        ({**peft_pair(), A.replace("lora_A.", "lora_magnitude_vector."): ZEROS[0]}, {}, "magnitude_vector.* is of DoRA"),
+        (
+            {**peft_pair(), A.replace("lora_A.", "lora_magnitude_vector."): ZEROS[0]},
+            {},
+            "magnitude_vector.* is of DoRA",
+        ),
         ({**peft_pair(), "x.hada_w1_a": ZEROS}, {}, r"x\.hada_w1_a is of another method"),
         ({**peft_pair(), "e.lora_embedding_A": ZEROS}, {}, "an adapter of an embedding"),
         ({**peft_pair(), B.replace("weight", "bias"): ZEROS[0]}, {}, "is a bias of an adapter"),
