@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from onnxscript import OpBuilder, nn
 from intaglio.errors import ConfigError, WeightsError
 from intaglio.exporters.bundle import Dim
 from intaglio.exporters.checkpoints.gguf_decoder import CONFIG_TENSORS
+from intaglio.exporters.checkpoints.lora import is_adapter
 from intaglio.exporters.checkpoints.mlx import UnresolvedMlxTensor, is_mlx_quantization, with_width
 from intaglio.exporters.checkpoints.tensors import Checkpoint, CheckpointTensor, reorder_rows
 from intaglio.exporters.config import ConfigKeys
@@ -56,7 +57,8 @@ class Architecture:
 
     ``gguf_config``, ``gguf_name`` and ``gguf_row_order`` say how a GGUF file spells the same model (the row order of a
     tensor, by its published name). ``recognize`` gives the configuration of a safetensors file that comes without one,
-    told by its tensors, or None; ``respell`` maps the tensors of any published spelling to the architecture's own.
+    told by its tensors, or None; ``respell`` maps the tensors of any published spelling to the architecture's own, and
+    ``spellings`` lists the names of modules in others, which adapters may spell without their dots.
     """
 
     roles: tuple[str, ...]
@@ -75,6 +77,7 @@ class Architecture:
     respell: Callable[[Mapping[str, CheckpointTensor], Any], Mapping[str, CheckpointTensor]] = lambda tensors, config: (
         tensors
     )
+    spellings: Callable[[Any], Iterable[str]] = lambda config: ()
 
     @property
     def name(self) -> str:
@@ -105,6 +108,10 @@ def find_architecture(checkpoint: Checkpoint) -> tuple[Architecture, ConfigKeys]
         for architecture in known:
             if (keys := architecture.recognize(checkpoint)) is not None:
                 return architecture, keys
+    if is_adapter(checkpoint):
+        raise ConfigError(
+            f"{checkpoint.path}: is an adapter, not a model; export the model with --lora FILE[:STRENGTH]"
+        )
     if not checkpoint.config:
         raise ConfigError(f"{source}: is missing or empty; a safetensors checkpoint needs the model's config.json")
     for key in ("quantization_config", "quantization"):

@@ -135,6 +135,26 @@ class ComponentInfo(_Schema):
     unused_tensors: tuple[str, ...]
 
 
+class AdapterInfo(_Schema):
+    """An adapter that is in the weights, or beside quantized ones.
+
+    ``modules`` says how many of its ``total_modules`` each component has; ``unused`` are the keys of the others.
+    """
+
+    name: str
+    files: tuple[SourceFile, ...]
+    strength: float
+    ranks: tuple[int, ...]
+    modules: dict[Name, int]
+    total_modules: int
+    unused: tuple[str, ...] = ()
+
+    @property
+    def matched(self) -> int:
+        """How many modules of the adapter are the model's."""
+        return sum(self.modules.values())
+
+
 class TextToImageInfo(_Schema):
     """What a picture pipeline needs to know beside its graphs.
 
@@ -170,6 +190,7 @@ class Bundle(_Schema):
     weights: WeightsInfo
     tokenizer: TokenizerInfo | None
     text_to_image: TextToImageInfo | None = None
+    adapters: tuple[AdapterInfo, ...] = ()
 
     @property
     def language_model(self) -> ComponentInfo:

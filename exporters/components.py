@@ -28,8 +28,9 @@ from intaglio.exporters.architecture import (
 from intaglio.exporters.bundle import ComponentInfo, QuantizationInfo, SourceFile, SourceInfo
 from intaglio.exporters.checkpoints import Checkpoint, CheckpointTensor
 from intaglio.exporters.checkpoints.ternary import pack_blocks, without_offsets
-from intaglio.exporters.graph import build_graph, quantize_modules, stage_parameters
+from intaglio.exporters.graph import add_low_rank_branches, build_graph, quantize_modules, stage_parameters
 from intaglio.exporters.layers.dtype import DTYPES, set_dtype
+from intaglio.exporters.lora import Claims, Lora, apply_terms, claim_modules, source_tensors
 from intaglio.exporters.weights import Part, plan_weights
 from intaglio.progress import Progress
 
@@ -47,11 +48,15 @@ class Options:
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     allow_unused: bool = False
     pack_ternary: bool = False
+    loras: tuple[Lora, ...] = ()
 
 
 @dataclass(frozen=True)
 class Component:
-    """All that is known of a model before a weight is read. Parts of the weights file are by tensor name."""
+    """All that is known of a model before a weight is read. Parts of the weights file are by tensor name.
+
+    ``claims`` is what of the adapters belongs to it, ``low_rank`` the ranks of the branches that came of that.
+    """
 
     role: str
     checkpoint: Checkpoint
@@ -64,6 +69,8 @@ class Component:
     unused: list[str]
     parts: dict[str, tuple[Part, ...]]
     end: int
+    claims: Claims
+    low_rank: dict[str, int]
 
     def graphs(self, *, with_taps: bool) -> dict[str, ir.Model]:
         """A graph for each stage."""
@@ -71,6 +78,7 @@ class Component:
         for name, stage in self.stages.items():
             model = _build(self.architecture, self.config, self.dtype)
             quantize_modules(model, self.weights)
+            add_low_rank_branches(model, self.low_rank)
             graphs[name] = build_graph(name, model, stage, with_taps=with_taps)
         return graphs
 
@@ -80,7 +88,7 @@ class Component:
             architecture=self.architecture.name,
             config=json.loads(json.dumps(dataclasses.asdict(self.config))),
             assumed=self.assumed,
-            quantization=_quantization(self.weights.values()),
+            quantization=_quantization(source_tensors(self.weights.values())),
             source=SourceInfo(format=self.checkpoint.format, files=files),
             unused_tensors=tuple(self.unused),
         )
@@ -143,6 +151,8 @@ def plan_component(
     weights = {name: without_offsets(tensor) for name, tensor in weights.items()}
     if options.pack_ternary:
         weights = pack_blocks(weights, str(checkpoint.path))
+    claims = claim_modules(options.loras, role, architecture, config, model)
+    weights, low_rank = apply_terms(weights, claims.terms)
     parts, end = plan_weights(weights, DTYPES[options.dtype], start)
     return Component(
         role,
@@ -156,6 +166,8 @@ def plan_component(
         unused,
         parts,
         end,
+        claims,
+        low_rank,
     )
 
 

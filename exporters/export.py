@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from intaglio.exporters.bundle import (
     BUNDLE_FILE,
     ROLES,
     WEIGHTS_FILE,
+    AdapterInfo,
     Bundle,
     Dim,
     Kind,
@@ -34,6 +36,7 @@ from intaglio.exporters.checkpoints import Checkpoint, CheckpointTensor, open_ch
 from intaglio.exporters.components import Component, Options, find_component, hash_files, plan_component
 from intaglio.exporters.graph import attach_weights, save_graph
 from intaglio.exporters.layers.dtype import DTYPES
+from intaglio.exporters.lora import Lora, check_claims, open_loras, unmatched_keys
 from intaglio.exporters.picture import (
     Sources,
     check_fit,
@@ -63,6 +66,7 @@ class _Plan:
     components: dict[str, Component]
     tokenizer: TokenizerFiles | None
     text_to_image: TextToImageInfo | None = None
+    loras: tuple[Lora, ...] = ()
 
     @property
     def size(self) -> int:
@@ -85,6 +89,7 @@ def export(
     is_distilled: bool | None = None,
     config: Mapping[str, Any] | None = None,
     pack_ternary: bool = False,
+    lora: Sequence[str | Path | tuple[str | Path, float]] = (),
     taps: bool = False,
     allow_unused: bool = False,
     dry_run: bool = False,
@@ -102,9 +107,11 @@ def export(
     graphs by name, and only the weights that they need are exported. ``hidden_states`` adds the hidden states of these
     layers as outputs (0 is the embeddings, the last one normed, as transformers numbers them); in a picture bundle
     they make the conditioning, with ``text_length`` the tokens that prompts are padded to, and ``is_distilled`` says
-    that the transformer takes no guidance. ``config`` overrides or adds configuration keys (``transformer.KEY`` in a
+    that the transformer takes no guidance. ``lora`` names adapters (a path, or a path and a strength; see
+    ``exporters.lora``): dense weights are exported with them merged, quantized ones with a branch beside them.
+    ``config`` overrides or adds configuration keys (``transformer.KEY`` in a
     picture bundle), ``taps`` makes every named point an output, ``allow_unused`` goes on past tensors that the
-    architecture does not know, and ``dry_run`` does everything but write.
+    architecture or an adapter's modules that no component knows, and ``dry_run`` does everything but write.
 
     The folder appears, or replaces an older bundle, in one step at the end. Raises CheckpointError, ConfigError,
     WeightsError (also for a weight too large for ``dtype``), InputError, or OutputError if the target is something else
@@ -114,7 +121,8 @@ def export(
     _check_target(target)
     if dtype not in DTYPES:
         raise InputError(f"the dtype {dtype!r} is unknown; there are {', '.join(DTYPES)}")
-    options = Options(dtype, tuple(hidden_states), dict(config or {}), allow_unused, pack_ternary)
+    loras = open_loras(lora)
+    options = Options(dtype, tuple(hidden_states), dict(config or {}), allow_unused, pack_ternary, loras)
     given = {"text_encoder": text_encoder, "transformer": transformer, "vae": vae}
     paths = {role: Path(path) if path is not None else None for role, path in given.items()}
     folder = Path(source) if source is not None else None
@@ -140,8 +148,10 @@ def export(
         _check_used(chosen, paths, options, {"tokenizer": tokenizer, "text-length": text_length}, is_distilled)
         sources = find_sources(folder, paths, Path(tokenizer) if tokenizer is not None else None)
         plan = _plan_picture(sources, chosen, options, text_length, is_distilled)
+    claims = {role: component.claims for role, component in plan.components.items()}
+    check_claims(loras, claims, allow_unused=allow_unused)
     if dry_run:
-        return _describe(plan, _graphs(plan, taps), {}, Written("0" * 64, 0), {})
+        return _describe(plan, _graphs(plan, taps), {}, Written("0" * 64, 0), {}, [()] * len(loras))
     with replaced_folder(target) as partial:
         return _write(plan, partial, taps, progress)
 
@@ -167,10 +177,11 @@ def _write(plan: _Plan, folder: Path, taps: bool, progress: ProgressCallback | N
     if plan.tokenizer:
         _write_tokenizer(folder / _TOKENIZER_FOLDER, plan.tokenizer)
     files = {role: component.checkpoint.files for role, component in plan.components.items()}
-    sizes = sum(file.stat().st_size for group in files.values() for file in group)
+    adapters = [lora.adapter.files for lora in plan.loras]
+    sizes = sum(file.stat().st_size for group in (*files.values(), *adapters) for file in group)
     count = Progress(progress, "source hashes", sizes, "bytes")
     sources = {role: hash_files(group, count) for role, group in files.items()}
-    result = _describe(plan, graphs, hashes, written, sources)
+    result = _describe(plan, graphs, hashes, written, sources, [hash_files(group, count) for group in adapters])
     (folder / BUNDLE_FILE).write_text(result.model_dump_json(indent=1) + "\n", "utf-8")
     return result
 
@@ -193,7 +204,8 @@ def _check_target(target: Path) -> None:
 def _plan_text(checkpoint: Checkpoint, stages: Sequence[str] | None, options: Options) -> _Plan:
     role = "language_model"
     component = plan_component(role, checkpoint, *find_component(checkpoint, role, options), stages, options)
-    return _Plan("text-generation", options.dtype, {role: component}, _text_tokenizer(checkpoint))
+    tokenizer = _text_tokenizer(checkpoint)
+    return _Plan("text-generation", options.dtype, {role: component}, tokenizer, loras=options.loras)
 
 
 def _text_tokenizer(checkpoint: Checkpoint) -> TokenizerFiles | None:
@@ -238,7 +250,7 @@ def _plan_picture(
     encoder = checkpoints.get("text_encoder")
     files = read_tokenizer(sources.tokenizer, encoder) if encoder else None
     check_fit(components, files, info)
-    return _Plan("text-to-image", options.dtype, components, files, info)
+    return _Plan("text-to-image", options.dtype, components, files, info, options.loras)
 
 
 def picture_roles(stages: Sequence[str] | None) -> list[str]:
@@ -320,6 +332,7 @@ def _describe(
     hashes: Mapping[str, str],
     written: Written,
     sources: Mapping[str, tuple[SourceFile, ...]],
+    adapters: Sequence[tuple[SourceFile, ...]],
 ) -> Bundle:
     stages = {
         name: StageInfo(
@@ -346,6 +359,21 @@ def _describe(
         ),
         tokenizer=_tokenizer_info(plan.tokenizer),
         text_to_image=plan.text_to_image,
+        adapters=tuple(_adapter_info(plan, index, files) for index, files in enumerate(adapters)),
+    )
+
+
+def _adapter_info(plan: _Plan, index: int, files: tuple[SourceFile, ...]) -> AdapterInfo:
+    lora = plan.loras[index]
+    claimed = {role: component.claims.modules[index] for role, component in plan.components.items()}
+    return AdapterInfo(
+        name=os.fsencode(lora.adapter.path.name).decode("utf-8", "replace"),
+        files=files,
+        strength=lora.strength,
+        ranks=lora.adapter.ranks,
+        modules={role: len(names) for role, names in claimed.items() if names},
+        total_modules=len(lora.adapter.modules),
+        unused=tuple(unmatched_keys(lora, set().union(*claimed.values()))),
     )
 
 

@@ -36,6 +36,15 @@ def quantize_modules(model: nn.Module, weights: Mapping[str, CheckpointTensor]) 
         module.quantize(tensor.layout)
 
 
+def add_low_rank_branches(model: nn.Module, ranks: Mapping[str, int]) -> None:
+    """Gives the modules of quantized weights, named by ``ranks``, a branch of that rank."""
+    modules = dict(model.named_modules())
+    for name, rank in ranks.items():
+        module = modules[name.rpartition(".")[0]]
+        assert isinstance(module, WeightModule), f"{name}: only linear layers have a branch"
+        module.add_low_rank(rank)
+
+
 def stage_parameters(model: nn.Module, stage: Stage) -> set[str]:
     """The names of the parameters that ``stage`` uses of a ``model`` that is not quantized."""
     graph = build_graph("parameters", model, stage).graph

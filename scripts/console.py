@@ -30,7 +30,7 @@ from intaglio.errors import InputError
 from intaglio.progress import ProgressCallback, ProgressEvent
 
 # stdout carries only the result; everything else goes to stderr.
-err = Console(stderr=True, highlight=False)
+err = Console(stderr=True, highlight=False, emoji=False)
 
 
 class ReaderGoneError(Exception):
@@ -121,9 +121,9 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*[_cell(cell) for cell in row])
-    console = _Stdout(highlight=False)
+    console = _Stdout(highlight=False, emoji=False)
     if not console.is_terminal:
-        console = _Stdout(highlight=False, width=200)
+        console = _Stdout(highlight=False, emoji=False, width=200)
     console.print(table, markup=False)
 
 

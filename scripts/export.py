@@ -80,9 +80,17 @@ def export(
     ] = None,
     config: Config = None,
     pack_ternary: PackTernary = False,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE[:STRENGTH]",
+            help="A LoRA adapter to add (repeatable): a .safetensors file as peft, diffusers or kohya's scripts write "
+            "it, or the folder that peft saves. The strength is 1 where none is given.",
+        ),
+    ] = None,
     taps: Annotated[bool, typer.Option("--taps", help="Make every named point of the graph an output.")] = False,
     allow_unused: Annotated[
-        bool, typer.Option("--allow-unused", help="Go on past tensors that the architecture does not know.")
+        bool, typer.Option("--allow-unused", help="Go on past tensors, or modules of an adapter, that are unknown.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing.")] = False,
     quiet: Quiet = False,
@@ -118,6 +126,7 @@ def export(
             is_distilled=distilled,
             config=settings(config),
             pack_ternary=pack_ternary,
+            lora=[_adapter(text) for text in lora or ()],
             taps=taps,
             allow_unused=allow_unused,
             dry_run=dry_run,
@@ -132,12 +141,36 @@ def export(
     )
     if flushed := result.weights.flushed_to_zero:
         say(f"{flushed} weights are too small for {result.dtype} and became zero", quiet=quiet)
+    for adapter in result.adapters:
+        say(
+            f"LoRA {adapter.name}:{adapter.strength:g}: {adapter.matched} of {adapter.total_modules} modules "
+            f"({', '.join(adapter.modules)}), rank {', '.join(map(str, adapter.ranks))}",
+            quiet=quiet,
+        )
+        if adapter.unused:
+            say(f"LoRA {adapter.name}: not used: {_first(adapter.unused)}", quiet=quiet)
     for component in result.components.values():
         if component.assumed:
             say(f"{component.architecture}: {assumed_note(component.assumed, component.config)}", quiet=quiet)
         if unused := component.unused_tensors:
-            names = ", ".join(unused[:10]) + (", …" if len(unused) > 10 else "")
-            say(f"{component.architecture}: not used: {len(unused)} tensors ({names})", quiet=quiet)
+            say(f"{component.architecture}: not used: {len(unused)} tensors ({_first(unused)})", quiet=quiet)
+
+
+def _adapter(text: str) -> tuple[str, float]:
+    """``FILE[:STRENGTH]``; a colon of the file's own name stays."""
+    path, colon, strength = text.rpartition(":")
+    if not colon or Path(text).exists():
+        return text, 1.0
+    try:
+        return path, float(strength)
+    except ValueError as error:
+        if Path(path).exists():
+            raise InputError(f"--lora {text}: the strength is {strength!r}, expected a number") from error
+        return text, 1.0
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:10]) + (", …" if len(names) > 10 else "")
 
 
 def _from_environment(names: Sequence[str], *, quiet: bool) -> dict[str, Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,9 +22,10 @@ from intaglio.engines.model_engine import (
     read_model_engine,
     read_model_report,
 )
-from intaglio.errors import InputError
+from intaglio.errors import CheckpointError, InputError
 from intaglio.exporters.bundle import Dim, is_bundle, read_bundle
 from intaglio.exporters.checkpoints.gguf_blocks import StoredTensor
+from intaglio.exporters.checkpoints.lora import is_adapter, open_adapter
 from intaglio.exporters.checkpoints.tensors import CheckpointTensor
 from intaglio.scripts.compile_ import print_report
 from intaglio.scripts.console import Json, Quiet, human_bytes, print_json, print_table, progress_bar, say
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
 def inspect_(
     path: Annotated[
         Path,
-        typer.Argument(help="A checkpoint, a bundle, an ONNX file, or an engine (BUNDLE|MODEL.engines/TARGET)."),
+        typer.Argument(
+            help="A checkpoint, an adapter, a bundle, an ONNX file, or an engine (BUNDLE|MODEL.engines/TARGET)."
+        ),
     ],
     tensors: Annotated[
         bool, typer.Option("--tensors", help="List every tensor of a checkpoint or an ONNX file.")
@@ -52,7 +56,7 @@ def inspect_(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Say what a checkpoint, a bundle, an ONNX file or an engine holds. Reads no weights, unless it probes."""
+    """Say what a checkpoint, an adapter, a bundle, an ONNX file or an engine holds. Reads no weights but to probe."""
     path = path.resolve() if path.exists() else path
     if probe is not None:
         _probe(path, probe, as_json, quiet)
@@ -72,6 +76,7 @@ def inspect_(
 
 def _checkpoint(path: Path, list_tensors: bool, as_json: bool) -> None:
     checkpoint = intaglio.open_checkpoint(path)
+    adapter = _adapter(path) if is_adapter(checkpoint) else None
     content = {
         "path": str(path),
         "format": checkpoint.format,
@@ -79,6 +84,7 @@ def _checkpoint(path: Path, list_tensors: bool, as_json: bool) -> None:
         "config": dict(checkpoint.config),
         "metadata": {key: _short(value) for key, value in checkpoint.metadata.items()},
         "notes": list(checkpoint.notes),
+        **({"adapter": adapter} if adapter else {}),
         "tensors": [{"name": name, **_described(t)} for name, t in checkpoint.tensors.items()],
     }
     if as_json:
@@ -86,6 +92,8 @@ def _checkpoint(path: Path, list_tensors: bool, as_json: bool) -> None:
         return
     settings = {**checkpoint.config, **checkpoint.metadata}
     print_table(f"{path}: {checkpoint.format}", ("key", "value"), [(k, _short(v)) for k, v in settings.items()])
+    if adapter:
+        print_table("\nLoRA adapter", ("key", "value"), [(k, _short(v)) for k, v in adapter.items()])
     if len(checkpoint.files) > 1:
         files = [(file.name, human_bytes(file.stat().st_size)) for file in checkpoint.files]
         print_table(f"\n{len(files)} files", ("file", "size"), files)
@@ -110,6 +118,22 @@ def _checkpoint(path: Path, list_tensors: bool, as_json: bool) -> None:
         )  # fmt: skip
     if checkpoint.notes:
         print_table("\nnotes", ("note",), [(note,) for note in checkpoint.notes])
+
+
+def _adapter(path: Path) -> dict[str, Any]:
+    try:
+        adapter = open_adapter(path)
+    except CheckpointError as error:
+        return {"not exportable": str(error)}
+    modules = adapter.modules.values()
+    return {
+        "spelling": adapter.spelling,
+        "modules": len(modules),
+        "ranks": list(adapter.ranks),
+        "scales (alpha / rank)": sorted({round(module.scale, 6) for module in modules}),
+        "values": sum(_values(t) for module in modules for t in (module.down, module.up)),
+        "module names": ", ".join(sorted({re.sub(r"\d+", "N", module.name) for module in modules})),
+    }
 
 
 def _described(tensor: CheckpointTensor) -> dict[str, Any]:
@@ -153,6 +177,11 @@ def _bundle(path: Path, as_json: bool) -> None:
             *(bundle.text_to_image or ()),
         ],
     )  # fmt: skip
+    if bundle.adapters:
+        print_table(
+            "\nadapters", ("LoRA", "strength", "rank", "modules", "of"),
+            [(a.name, a.strength, ", ".join(map(str, a.ranks)), a.matched, a.total_modules) for a in bundle.adapters],
+        )  # fmt: skip
     for role, component in bundle.components.items():
         print_table(
             f"\n{role.replace('_', ' ')}", ("key", "value"),

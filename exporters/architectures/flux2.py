@@ -28,6 +28,7 @@ from intaglio.exporters.bundle import Dim
 from intaglio.exporters.checkpoints.flux2_spellings import (
     flux2_gguf_config,
     flux2_gguf_name,
+    flux2_modules,
     recognize_flux2,
     respell_flux2,
 )
@@ -345,4 +346,5 @@ ARCHITECTURE = Architecture(
     unneeded=lambda name, config: False,
     recognize=recognize_flux2,
     respell=respell_flux2,
+    spellings=flux2_modules,
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -108,6 +108,13 @@ class _Widths(Protocol):
     def hidden_size(self) -> int: ...
 
 
+class _Depths(Protocol):
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_single_layers(self) -> int: ...
+
+
 def respell_flux2(tensors: Mapping[str, CheckpointTensor], config: _Widths) -> dict[str, CheckpointTensor]:
     """The tensors under diffusers' names, fused ones taken apart; names that no spelling has stay as they are.
 
@@ -130,6 +137,15 @@ def respell_flux2(tensors: Mapping[str, CheckpointTensor], config: _Widths) -> d
             raise WeightsError(f"{name}: another tensor of the file is {twice[0]} as well; keep one spelling")
         result |= renamed
     return result
+
+
+def flux2_modules(config: _Depths) -> Iterator[str]:
+    """The names of modules in Black Forest Labs' spelling."""
+    yield from (*_MODULES, *_SWAPPED)
+    depths = {"double_blocks": config.num_layers, "single_blocks": config.num_single_layers}
+    for kind, depth in depths.items():
+        inner = [*_BLOCK_MODULES[kind], *(_FUSED if kind == "double_blocks" else ())]
+        yield from (f"{kind}.{i}.{name}" for i in range(depth) for name in inner)
 
 
 def _equal_parts(

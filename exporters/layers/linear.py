@@ -12,6 +12,8 @@ from intaglio.kernels.grouped_quant import GroupedQuantFormat
 
 # How the three parts of a quantized weight are named after the weight.
 QUANTIZED_PARTS = ("codes", "scales", "offsets")
+# How the two matrices of a low-rank branch are named after their module, as peft names an adapter's.
+LOW_RANK_PARTS = ("lora_A.weight", "lora_B.weight")
 
 
 class WeightModule(DtypeModule):
@@ -22,6 +24,7 @@ class WeightModule(DtypeModule):
         self.weight: nn.Parameter | None = nn.Parameter([rows, columns], name="weight")
         self.rows, self.columns = rows, columns
         self.layout: QuantizedLayout | None = None
+        self.rank = 0
 
     def quantize(self, layout: QuantizedLayout) -> None:
         """Replaces ``weight`` by ``weight.codes``, ``weight.scales`` and ``weight.offsets``."""
@@ -33,6 +36,13 @@ class WeightModule(DtypeModule):
         self.codes = nn.Parameter(layout.format.codes_shape(shape), ir.DataType.UINT8, "weight.codes")
         self.scales = nn.Parameter(groups, scale_dtype, "weight.scales")
         self.offsets = nn.Parameter(groups if layout.has_offsets else [], scale_dtype, "weight.offsets")
+
+    def add_low_rank(self, rank: int) -> None:
+        """Adds ``x @ lora_A.T @ lora_B.T`` to the product with a quantized weight, which is left as it is."""
+        down, up = LOW_RANK_PARTS
+        self.rank = rank
+        self.lora_A = nn.Parameter([rank, self.columns], self.dtype, down)
+        self.lora_B = nn.Parameter([self.rows, rank], self.dtype, up)
 
     def project(self, op: OpBuilder, x: ir.Value) -> ir.Value:
         """``x`` ``[..., in]`` times the transposed weight: ``[..., out]``, in the dtype of ``x``."""
@@ -49,7 +59,14 @@ class WeightModule(DtypeModule):
         # Shape inference does not look into functions.
         y.dtype = x.dtype
         y.shape = ir.Shape([*(x.shape or ())[:-1], self.rows])
-        return y
+        return op.Add(y, self._low_rank(op, x)) if self.rank else y
+
+    def _low_rank(self, op: OpBuilder, x: ir.Value) -> ir.Value:
+        dtype = x.dtype
+        assert dtype is not None, "an activation has a dtype"
+        for matrix in (self.lora_A, self.lora_B):
+            x = op.MatMul(x, op.Transpose(cast(op, matrix, dtype), perm=[1, 0]))
+        return x
 
     def logits(self, op: OpBuilder, x: ir.Value) -> ir.Value:
         """``x`` projected to float32 ``[..., out]``, whatever its dtype.
