@@ -6,6 +6,7 @@ The latents at noise level sigma are ``sigma * noise + (1 - sigma) * image``; wh
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +31,8 @@ class FlowMatchingSettings(BaseModel):
     sigma is ``sigmoid(normal * sigma_std + sigma_mean)``, the logit-normal density of Stable Diffusion 3 (Esser et al.
     2024, arXiv:2403.03206). text_encoder_out_layers: hidden states that the transformer is told. shift: of the noise
     levels when the model paints. max_sequence_length: tokens that prompts are padded to, those of the data's captions.
-    dtype: what dense weights are saved as.
+    dtype: what dense weights are saved as. latent_cache: pictures whose latents are kept in memory, which pays where
+    pictures are not augmented and come again.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -43,6 +45,7 @@ class FlowMatchingSettings(BaseModel):
     shift: float = Field(default=1.0, gt=0.0)
     max_sequence_length: int = Field(default=512, ge=1)
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    latent_cache: int = Field(default=0, ge=0)
 
 
 class FlowMatchingModels(BaseModel):
@@ -76,6 +79,7 @@ class FlowMatchingTask(Task):
         self.vae = vae.requires_grad_(False).eval()
         self.text_encoder.requires_grad_(settings.train_text_encoder)
         self.settings, self._tokenizer = settings, tokenizer
+        self._latent_cache: dict[bytes, torch.Tensor] = {}
 
     def train(self, mode: bool = True) -> FlowMatchingTask:
         super().train(mode)
@@ -110,6 +114,21 @@ class FlowMatchingTask(Task):
     @torch.no_grad()
     def _latents(self, pixels: torch.Tensor) -> torch.Tensor:
         """Packed, normalised latents of pictures, float32 ``[B, C, H, W]``."""
+        if not self.settings.latent_cache:
+            return self._encoded(pixels)
+        # Each by itself, so that they do not depend on the batch in which a picture was first met.
+        return torch.cat([self._remembered(picture) for picture in pixels.split(1)])
+
+    def _remembered(self, picture: torch.Tensor) -> torch.Tensor:
+        key = hashlib.blake2b(picture.cpu().numpy().tobytes(), digest_size=16).digest()
+        latents = self._latent_cache.get(key)
+        if latents is None:
+            latents = self._encoded(picture)
+            if len(self._latent_cache) < self.settings.latent_cache:
+                self._latent_cache[key] = latents
+        return latents
+
+    def _encoded(self, pixels: torch.Tensor) -> torch.Tensor:
         latents = self.vae.encode(pixels).latent_dist.mode().float()
         return normalise(self.vae, pack(latents, self.vae.config.patch_size[0]))
 
