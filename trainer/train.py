@@ -90,6 +90,11 @@ def build_task(settings: Recipe, root: Path) -> Task:
 
         tables = [checked(QuantizationSettings, table, "quantization") for table in settings.quantization]
         quantize_linears(task, [table.rule for table in tables])
+    if settings.lora is not None:
+        from intaglio.trainer.lora import LoraSettings
+        from intaglio.trainer.tasks.adapted import AdaptedTask
+
+        task = AdaptedTask(task, checked(LoraSettings, settings.lora, "lora", "lora."))
     return task
 
 

@@ -18,12 +18,11 @@ from tiny_models import GGUF_MODELS, TINY_MODELS
 from torch import nn
 
 import intaglio
-from intaglio.errors import InputError, WeightsError
+from intaglio.errors import ConfigError, InputError, WeightsError
 from intaglio.exporters.architecture import find_architecture, model_tensors
 from intaglio.exporters.checkpoints import open_checkpoint
-from intaglio.kernels.grouped_quant import GroupedQuantFormat, GroupedQuantRows, dequantize
 from intaglio.runtimes.parity import compare
-from intaglio.trainer.frozen_linear import FrozenQuantizedLinear, load_frozen
+from intaglio.trainer.loading import FrozenQuantizedLinear, load_tensors
 from intaglio.trainer.lora import (
     LoraSettings,
     add_lora,
@@ -35,9 +34,24 @@ from intaglio.trainer.lora import (
     set_strengths,
     unmerge_lora,
 )
+from intaglio.trainer.train import train as train_recipe
 
 TINY = {tiny.name: tiny for tiny in TINY_MODELS}
 SETTINGS = LoraSettings(rank=4, alpha=6, target_modules=("q_proj", "v_proj", "down_proj"))
+PATTERN = np.arange(16) * 35 % 97
+ROW = torch.from_numpy(np.tile(PATTERN, 2)[None])
+RECIPE = """
+task = { kind = "causal-lm" }
+model = { path = "base" }
+data = { format = "tokens", files = ["ids.bin"], dtype = "uint16", length = 24, batch_size = 4 }
+optimizer = { lr = 0.03 }
+lora = { rank = 4, alpha = 8, target_modules = "all-linear" }
+
+[train]
+steps = 12
+plot = false
+device = "cpu"
+"""
 IDS = torch.from_numpy(np.random.default_rng(4).integers(0, 97, (2, 11)))
 
 
@@ -236,11 +250,12 @@ def test_a_quantized_base(tmp_path: Path, storage: str) -> None:
     checkpoint = open_checkpoint(tmp_path / "source" / "model.gguf")
     architecture, keys = find_architecture(checkpoint)
     model = transformers.AutoModelForCausalLM.from_config(dense.config).eval()
-    load_frozen(model, model_tensors(checkpoint, architecture, architecture.read_config(keys)))
+    load_tensors(model, model_tensors(checkpoint, architecture, architecture.read_config(keys)), "model.gguf")
     assert relative(logits(model), logits(dense)) <= 1e-6
     names = add_lora(model, SETTINGS)
     base = model.get_submodule(names[0]).get_base_layer()
     assert isinstance(base, FrozenQuantizedLinear)
+    assert not [n for n, p in model.named_parameters() if p.requires_grad and "lora_" not in n]
     codes = base.codes.clone()
     _, losses = train(model)
     assert losses[-1] < losses[0] - 0.05
@@ -254,25 +269,24 @@ def test_a_quantized_base(tmp_path: Path, storage: str) -> None:
     assert relative(logits(dense), logits(model)) > 1e-3
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_a_frozen_layer(bits: int) -> None:
-    rng = np.random.default_rng(bits)
-    form = GroupedQuantFormat(bits, 32, 1)
-    for scale_dtype in (np.float16, np.float32):
-        scales, offsets = (rng.normal(size=(6, 2)).astype(scale_dtype) for _ in range(2))
-        codes = rng.integers(0, 256, (6, 64 * bits // 8), np.uint8)
-        for rows in (
-            GroupedQuantRows(codes, scales, offsets),
-            GroupedQuantRows(codes, scales, np.zeros((), scale_dtype)),
-        ):
-            layer = FrozenQuantizedLinear(rows, form, torch.randn(6))
-            np.testing.assert_array_equal(layer.weight.numpy(), dequantize(rows, form))
-            x, y = (torch.randn(3, 64, requires_grad=True) for _ in range(2))
-            y.data.copy_(x)
-            layer(x).square().sum().backward()
-            nn.functional.linear(y, torch.from_numpy(dequantize(rows, form)), layer.bias).square().sum().backward()
-            torch.testing.assert_close(x.grad, y.grad)
-            assert not [name for name, p in layer.named_parameters() if p.requires_grad]
+def test_a_recipe_trains_and_saves_an_adapter(tmp_path: Path) -> None:
+    """By the loop, from a published folder; peft finds that it learned."""
+    TINY["llama-gqa"].build(tmp_path / "base")
+    np.tile(PATTERN, 60).astype("<u2").tofile(tmp_path / "ids.bin")
+    (tmp_path / "tune.toml").write_text(RECIPE)
+    result = train_recipe(tmp_path / "tune.toml", tmp_path / "run")
+    assert result.loss is not None and result.loss < 3.5
+    folder = tmp_path / "run" / "model"
+    assert sorted(p.name for p in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    before = float(plain(ROW, labels=ROW).loss)
+    assert before > 5
+    theirs = peft.PeftModel.from_pretrained(plain, folder).eval()
+    assert float(theirs(ROW, labels=ROW).loss) < before - 1
+    content = (tmp_path / "tune.toml").read_text().replace("rank = 4", "rank = 0")
+    (tmp_path / "tune.toml").write_text(content)
+    with pytest.raises(ConfigError, match=r"lora: lora\.rank: .*, found 0"):
+        train_recipe(tmp_path / "tune.toml", tmp_path / "other")
 
 
 def test_bad_input(model: transformers.PreTrainedModel, tmp_path: Path) -> None:
