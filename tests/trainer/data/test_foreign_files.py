@@ -1,9 +1,8 @@
-"""Files that nobody here wrote: pyarrow's test files of old writers, scikit-learn's digits and photos."""
+"""Files that nobody here wrote: pyarrow's test files of old writers, matplotlib's samples."""
 
 from __future__ import annotations
 
 import csv
-import gzip
 import importlib.util
 import io
 import tarfile
@@ -29,6 +28,10 @@ def _package_file(package: str, *parts: str) -> Path:
     if not path.is_file():
         pytest.skip(f"this build of {package} has no {path.name}")
     return path
+
+
+def _sample(*parts: str) -> Path:
+    return _package_file("matplotlib", "mpl-data", "sample_data", *parts)
 
 
 def test_parquet_of_an_old_writer(build: Callable[..., Loader]) -> None:
@@ -60,26 +63,33 @@ def test_feather_of_an_old_writer() -> None:
     assert [item for _, item in ArrowReader((path,)).records(0, half)] == expected[len(items) // 2 :]
 
 
-def test_csv_of_another_package(build: Callable[..., Loader], tmp_path: Path) -> None:
-    """The digits of scikit-learn, through gzip: 64 pixels and a class a row, under a row of names."""
-    path = _package_file("sklearn", "datasets", "data", "digits.csv.gz")
-    with gzip.open(path, "rt") as file:
-        rows = list(csv.reader(file))
-    names = ",".join([*(f"p{i}" for i in range(64)), "digit"])
-    with gzip.open(path, "rb") as file:
-        (tmp_path / "digits.csv.gz").write_bytes(gzip.compress(names.encode() + b"\n" + file.read()))
-    examples = {"kind": "numbers", "fields": [f"p{i}" for i in range(64)], "label": "digit"}
-    table = {"format": "csv", "files": ["digits.csv.gz"], "examples": examples, "batch_size": 1, "shuffle": False}
-    expected = np.array(rows, np.float64)
-    batches = list(build(tmp_path, table))
-    assert np.array_equal(torch.cat([batch["inputs"] for batch in batches]).numpy(), expected[:, :64])
-    assert np.array_equal(torch.cat([batch["labels"] for batch in batches]).numpy(), expected[:, 64])
+def test_csv_of_another_package(build: Callable[..., Loader]) -> None:
+    """Quotes of a share, a day a row."""
+    path = _sample("msft.csv")
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = ["Open", "High", "Low", "Close", "Adj. Close*"]
+    examples = {"kind": "numbers", "fields": names, "label": "Volume"}
+    table = {"format": "csv", "files": [path.name], "examples": examples, "batch_size": 1, "shuffle": False}
+    batches = list(build(path.parent, table))
+    expected = np.array([[float(row[name]) for name in names] for row in rows])
+    assert len(expected) > 50
+    assert np.array_equal(torch.cat([batch["inputs"] for batch in batches]).numpy(), expected.astype(np.float32))
+    assert [int(batch["labels"]) for batch in batches] == [int(row["Volume"]) for row in rows]
+
+
+def test_npy_of_another_package(build: Callable[..., Loader]) -> None:
+    path = _sample("axes_grid", "bivariate_normal.npy")
+    examples = {"kind": "numbers", "fields": ["density"]}
+    table = {"format": "npy", "arrays": {"density": path.name}, "examples": examples, "batch_size": 5, "shuffle": False}
+    found = torch.cat([batch["inputs"] for batch in build(path.parent, table)]).numpy()
+    assert np.array_equal(found, np.load(path).astype(np.float32))
 
 
 def test_photos_are_what_pillow_makes_of_them(build: Callable[..., Loader], tmp_path: Path) -> None:
-    photo = _package_file("sklearn", "datasets", "images", "china.jpg")
+    photo = _sample("grace_hopper.jpg")
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "china.jpg").write_bytes(photo.read_bytes())
+    (tmp_path / "a" / "photo.jpg").write_bytes(photo.read_bytes())
     examples = {"size": [64, 96], "fit": "stretch"}
     table = {"format": "image-folder", "folder": ".", "examples": examples, "batch_size": 1}
     batch = next(iter(build(tmp_path, table)))
