@@ -38,15 +38,19 @@ from intaglio.trainer.data.text import Captions, ChatTransform, DocumentTransfor
 
 # What changes how fast batches come, or how many examples each has, and not which examples come in which order.
 _NOT_IDENTITY = {"batch_size", "workers", "drop_last"}
+# Names and contents of files are in the fingerprint themselves; the folder that they lie in may be another.
+_FILES = {"files", "folder", "arrays"}
 
 
 def build(settings: DataSettings, seed: int, root: Path, tokenizer: Tokenizer | None) -> Loader:
     """See ``build_source`` in ``settings.py``."""
     root = root.resolve()
     transform, packing = _transform(settings, tokenizer)
-    identity = {**settings.model_dump(mode="json", exclude=_NOT_IDENTITY), "seed": seed}
+    identity = {**settings.model_dump(mode="json", exclude=_NOT_IDENTITY | _FILES), "seed": seed}
+    if isinstance(settings, NpyData | IdxData):
+        identity["fields"] = list(settings.arrays)
     if tokenizer is not None and not isinstance(settings, TokensData):
-        identity["tokenizer"] = hashlib.sha256((tokenizer.folder / "tokenizer.json").read_bytes()).hexdigest()
+        identity["tokenizer"] = _tokenizer_identity(tokenizer)
     maker = Maker(_reader(settings, root), transform, seed, settings.skip_bad, collated=packing is None)
     plan = Plan(
         maker,
@@ -152,6 +156,11 @@ def _pictures(settings: DataSettings, examples: PictureExamples, tokenizer: Toke
     size = examples.size if isinstance(examples.size, tuple) else (examples.size, examples.size)
     augmentation = Augmentation(**examples.augmentation.model_dump())
     return PictureTransform(size, examples.image, examples.fit, label, captions, augmentation)
+
+
+def _tokenizer_identity(tokenizer: Tokenizer) -> list[object]:
+    content = hashlib.sha256((tokenizer.folder / "tokenizer.json").read_bytes()).hexdigest()
+    return [content, tokenizer.chat_template, list(tokenizer.eos_token_ids), tokenizer.pad_token_id]
 
 
 def _needed(tokenizer: Tokenizer | None, what: str) -> Tokenizer:

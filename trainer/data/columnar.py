@@ -13,8 +13,9 @@ from intaglio.trainer.data.records import Damage, Offset, Record, StreamReader
 if TYPE_CHECKING:
     import pyarrow as pa  # type: ignore[import-untyped]
 
-# Rows that are turned into Python values at once.
+# Rows that are turned into Python values at once: so many, or what takes about so many bytes.
 _ROWS = 256
+_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,17 @@ class ParquetReader(StreamReader):
         self, file: Any, shard: int, group: int, first: int, columns: list[str]
     ) -> Iterator[tuple[Offset, Record | Damage]]:
         row = 0
+        metadata = file.metadata.row_group(group)
         # A group can hold gigabytes; this reads it page by page.
-        batches = file.iter_batches(_ROWS, row_groups=[group], columns=columns, use_threads=False)
+        count = _at_once(metadata.total_byte_size, metadata.num_rows)
+        batches = file.iter_batches(count, row_groups=[group], columns=columns, use_threads=False)
         while True:
             try:
                 batch = next(batches, None)
                 records = [] if batch is None else _rows(batch, first - row)
             except (_pyarrow().ArrowException, OSError, ValueError) as error:
-                lost = file.metadata.row_group(group).num_rows - row
-                yield (group, row), Damage(self.where(shard, (group, row)), f"is damaged ({_reason(error)})", lost)
+                where = self.where(shard, (group, row))
+                yield (group, row), Damage(where, f"is damaged ({_reason(error)})", metadata.num_rows - row)
                 return
             if batch is None:
                 return
@@ -104,8 +107,9 @@ class ArrowReader(StreamReader):
                 if batch is None:
                     return
                 begin = row if number == first else 0
-                for i in range(begin if number >= first else batch.num_rows, batch.num_rows, _ROWS):
-                    piece = batch.slice(i, _ROWS)
+                count = _at_once(batch.nbytes, batch.num_rows)
+                for i in range(begin if number >= first else batch.num_rows, batch.num_rows, count):
+                    piece = batch.slice(i, count)
                     yield from _numbered(number, i + piece.num_rows, _rows(piece, 0))
                 number += 1
 
@@ -131,6 +135,10 @@ def _numbered(group: int, end: int, records: list[Record]) -> Iterator[tuple[Off
     first = end - len(records)
     for i, record in enumerate(records):
         yield (group, first + i), record
+
+
+def _at_once(nbytes: int, rows: int) -> int:
+    return max(1, min(_ROWS, _BYTES * rows // max(nbytes, 1)))
 
 
 def _rows(batch: pa.RecordBatch, skip: int) -> list[Record]:

@@ -99,6 +99,10 @@ class Loader:
     def fingerprint(self) -> str:
         return fingerprint(self.plan.maker.reader.files, self.plan.root, self.plan.identity)
 
+    @cached_property
+    def _described(self) -> str:
+        return described(self.plan.maker.reader.files, self.plan.kind)
+
     @property
     def epoch(self) -> int:
         """The epoch of the next batch, from 0."""
@@ -117,7 +121,7 @@ class Loader:
         order = self._loaded if self._cursor.order is None else self._cursor.order.plain()
         return {
             "fingerprint": self.fingerprint,
-            "data": described(self.plan.maker.reader.files, self.plan.kind),
+            "data": self._described,
             "epoch": self._cursor.epoch,
             "order": order,
             "tokens": self._cursor.tokens,
@@ -125,12 +129,13 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if lacking := [name for name in self.state_dict() if name not in state]:
+            raise CheckpointError(f"the state of the data lacks {', '.join(lacking)}; is it that of another source?")
         if state["fingerprint"] != self.fingerprint:
-            found = described(self.plan.maker.reader.files, self.plan.kind)
             raise CheckpointError(
                 f"the checkpoint was saved in the middle of {state['data']} (fingerprint {state['fingerprint'][:12]}), "
-                f"and this is {found} ({self.fingerprint[:12]}), or its settings are others. Resume with the data and "
-                "settings of the checkpoint, or start anew"
+                f"and this is {self._described} ({self.fingerprint[:12]}), or its settings are others. Resume with the "
+                "data and settings of the checkpoint, or start anew"
             )
         self._cursor = _Cursor(state["epoch"], None, state["tokens"])
         self._loaded = state["order"]
@@ -154,16 +159,20 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         epoch, order = self._cursor.epoch, self._order()
         whole = not self._loaded and self._cursor.order is None
-        batches = self._packed(epoch, order) if self.plan.packing is not None else self._made(epoch, order)
+        # Damage behind the last batch.
+        rest: list[Damage] = []
+        prepare = self._made if self.plan.packing is None else self._packed
+        batches = prepare(epoch, order, rest)
         # One batch is made ahead, so that with the last one the cursor is at the next epoch.
         held = next(batches, None)
-        any_batch = False
+        any_batch, counted = False, False
         while held is not None:
             arrays, cursor, damages = held
             held = next(batches, None)
             if held is None:
                 cursor = _Cursor(epoch + 1)
-                damages += order.damages()
+                damages += rest
+                counted = True
             self._cursor, self._loaded = cursor, {}
             self._count(damages)
             if arrays:
@@ -174,8 +183,10 @@ class Loader:
                     f"all records of a batch of rank {self.rank} are damaged, and the other ranks have one; mend the "
                     "data (INTAGLIO_DEBUG=1 lists the places), or use larger batches"
                 )
+        if not counted:
+            self._count(rest)
         if whole and not any_batch:
-            self._refuse_empty(order)
+            self._refuse_empty()
         if self._cursor.epoch == epoch:  # there was nothing after the place that was loaded
             self._cursor, self._loaded = _Cursor(epoch + 1), {}
 
@@ -187,10 +198,11 @@ class Loader:
             return StreamOrder(maker.reader, maker.seed, epoch, buffer, maker.skip_bad, state)
         return IndexedOrder(maker.reader, maker.seed, epoch, plan.shuffle, state)
 
-    def _made(self, epoch: int, order: Order) -> Iterator[_Prepared]:
+    def _made(self, epoch: int, order: Order, rest: list[Damage]) -> Iterator[_Prepared]:
         """Batches of one example a record."""
         for made, (cursor, damages) in self._pool.run(self._shares(epoch, order)):
             yield made.arrays, cursor, damages + made.damages
+        rest += order.damages()
 
     def _shares(self, epoch: int, order: Order) -> Iterator[tuple[int, list[Draw], tuple[_Cursor, list[Damage]]]]:
         size = self.plan.batch_size
@@ -202,7 +214,7 @@ class Loader:
             share = draws[self.rank * size : (self.rank + 1) * size]
             yield epoch, share, (_Cursor(epoch, order.snapshot()), order.damages())
 
-    def _packed(self, epoch: int, order: Order) -> Iterator[_Prepared]:
+    def _packed(self, epoch: int, order: Order, rest: list[Damage]) -> Iterator[_Prepared]:
         """Batches of windows. Every rank tokenizes all documents, since where a window begins depends on all before."""
         assert self.plan.packing is not None
         packer = Packer(self.plan.packing.length, self.plan.packing.segments)
@@ -233,6 +245,8 @@ class Loader:
                 waiting = []
         if packer.windows and not self.plan.drop_last:
             yield packer.take(packer.windows), _Cursor(epoch + 1), waiting
+            waiting = []
+        rest += waiting + order.damages()
         self.dropped = packer.windows
 
     def _documents(self, epoch: int, order: Order) -> Iterator[tuple[int, list[Draw], tuple[OrderState, list[Damage]]]]:
@@ -247,12 +261,12 @@ class Loader:
             self.skipped += damage.records
             _log.info("left out %s", damage)
 
-    def _refuse_empty(self, order: Order) -> None:
-        found = described(self.plan.maker.reader.files, self.plan.kind)
+    def _refuse_empty(self) -> None:
         what = "windows" if self.plan.packing is not None else "examples"
         raise DataError(
-            f"{found}: an epoch has no batch. {self.dropped} {what} were found and {self.skipped} damaged records left "
-            f"out, and a batch takes {self.plan.batch_size} on each of {self.world_size} ranks. Is the data empty?"
+            f"{self._described}: an epoch has no batch. {self.dropped} {what} were found and {self.skipped} damaged "
+            f"records left out, and a batch takes {self.plan.batch_size} on each of {self.world_size} ranks. Is the "
+            "data empty?"
         )
 
 
