@@ -121,6 +121,10 @@ class PositionedFile:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": None}
 
+    def __del__(self) -> None:
+        if getattr(self, "_file", None) is not None:
+            self._file.close()  # type: ignore[union-attr]
+
 
 def find_files(root: Path, patterns: Sequence[str]) -> tuple[Path, ...]:
     """The files below ``root`` that each pattern (a path or a glob) names, sorted within a pattern.

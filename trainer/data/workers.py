@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from intaglio.errors import DataError
@@ -46,7 +47,9 @@ class OrderedPool(Generic[Note]):
         waiting: deque[tuple[Future[Made], Note]] = deque()
         try:
             for epoch, draws, note in work:
-                waiting.append((executor.submit(_make, epoch, draws), note))
+                with _interrupts_held():
+                    future = executor.submit(_make, epoch, draws)
+                waiting.append((future, note))
                 if len(waiting) > self._workers * _AHEAD:
                     yield _result(waiting.popleft())
             while waiting:
@@ -76,6 +79,19 @@ class OrderedPool(Generic[Note]):
         return self._executor
 
 
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Workers that are started here never see SIGINT, which reaches all processes of a terminal.
+
+    Ignoring it in the worker would be too late, while it imports. This process gets it at the end of the block.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _result(item: tuple[Future[Made], Note]) -> tuple[Made, Note]:
     future, note = item
     return future.result(), note
@@ -89,8 +105,6 @@ _maker: Callable[[int, Sequence[Draw]], Made]
 def _start(maker: Maker) -> None:
     global _maker
     _maker = maker
-    # An interrupt reaches all processes of a terminal; the main one ends the workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Each worker is one of several that share the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -7,7 +7,6 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -171,8 +170,8 @@ CASES = [
 
 
 def _two_epochs(source: Loader) -> Iterator[dict[str, torch.Tensor]]:
-    yield from source
-    yield from source
+    while source.epoch < 2:
+        yield from source
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -197,14 +196,14 @@ def test_names_the_place_or_skips_and_counts(
         assert source.skipped == 2 * count
         assert caplog.text.count("left out") >= 2
     assert source.skipped > 0
-    for n in range(len(batches)):
+    for n in range(0, len(batches), 3):
         resumed = build(tmp_path, {**table, "skip_bad": True})
         resumed.load_state_dict(states[n])
-        for mine, other in zip(islice(_two_epochs(resumed), 3), batches[n + 1 :], strict=False):
-            for name in other:
-                assert torch.equal(mine[name], other[name])
-        if n + 4 < len(states):
-            assert resumed.state_dict() == states[n + 3 if len(states) > n + 3 else n]
+        for i, mine in enumerate(_two_epochs(resumed), n + 1):
+            for name in batches[i]:
+                assert torch.equal(mine[name], batches[i][name])
+            assert resumed.state_dict() == states[i]
+        assert resumed.skipped == source.skipped
 
 
 def test_damage_of_files_as_a_whole(build: Build, corpora: Path, tmp_path: Path) -> None:

@@ -69,7 +69,13 @@ def test_resumes_with_workers_as_without(name: str, build: Callable[..., Loader]
 @pytest.mark.parametrize("name", data.TABLES)
 def test_epochs_differ_and_cover_the_same(name: str, build: Callable[..., Loader], corpora: Path) -> None:
     source = build(corpora, {**data.TABLES[name], "batch_size": 1})
-    first, second = list(source), list(source)
+    first, epochs = [], []
+    for batch in source:
+        first.append(batch)
+        epochs.append(source.state_dict()["epoch"])
+    # With the last batch the cursor is at the next epoch.
+    assert epochs == [0] * (len(first) - 1) + [1]
+    second = list(source)
     assert source.epoch == 2
     key = "input_ids" if name.startswith("tokens") else "labels"
     if "examples" in data.TABLES[name] and data.TABLES[name]["examples"].get("kind") == "text":
@@ -91,3 +97,18 @@ def test_refuses_other_data(build: Callable[..., Loader], corpora: Path) -> None
     with pytest.raises(CheckpointError):
         build(corpora, table, seed=4).load_state_dict(state)
     build(corpora, {**table, "batch_size": 8, "workers": 3}).load_state_dict(state)
+
+
+def test_files_come_in_another_order_each_epoch(build: Callable[..., Loader], tmp_path: Path) -> None:
+    """A buffer of two hardly shuffles: of one order of 40 files the first 20 drawn are of the first 21 in any epoch."""
+    for i in range(40):
+        data.write_csv(tmp_path / f"{i:02}.csv", [{"x": i}])
+    examples = {"kind": "numbers", "fields": ["x"]}
+    table = {"format": "csv", "files": ["*.csv"], "shuffle_buffer": 2, "batch_size": 1, "examples": examples}
+    source = build(tmp_path, table)
+    first, second = ([int(batch["inputs"]) for batch in source] for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(40))
+    assert len(set(first[:20]) & set(second[:20])) < 17
+    assert len(set(first[:20]) & set(range(21))) < 17
+    in_order = build(tmp_path, {**table, "shuffle": False})
+    assert [int(batch["inputs"]) for batch in in_order] == list(range(40))
