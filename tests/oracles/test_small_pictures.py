@@ -119,6 +119,9 @@ def test_a_reference_picture(pipe: TextToImagePipeline, oracle: Any) -> None:
     options = {"image": [reference], "num_inference_steps": 3, "guidance_scale": 1.0}
     expected = paint(oracle, PROMPTS[:1], latents=torch.from_numpy(latents), height=64, width=72, **options)
     same(pipe(PROMPTS[:1], latents=latents, **options).images, expected)
+    with torch.no_grad():
+        encoded = oracle._encode_vae_image(oracle.image_processor.preprocess(reference, height=64, width=72), None)
+    assert compare("latents", pipe.encode_image(reference), encoded.numpy()).relative_l2 <= RELATIVE_L2
 
 
 @pytest.mark.parametrize(("height", "width"), [(None, None), (64, 64), (8, 24)])
