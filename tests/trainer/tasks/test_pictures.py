@@ -1,0 +1,208 @@
+"""The tasks that learn pictures: their losses by hand, what they learn and what they leave alone, what they save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_painter import LENGTH, MODEL, TASK, VAE, write_tokenizer
+
+import intaglio
+from intaglio.errors import ConfigError
+from intaglio.kernels.quantize import Quantization
+from intaglio.runtimes.flow_matching import scale_noise
+from intaglio.trainer.models.flux2 import conditioning, image_ids, text_ids
+from intaglio.trainer.quantization import QuantizationRule, QuantizedLinear, quantize_linears
+from intaglio.trainer.tasks import autoencoder, flow_matching
+
+
+def _batch(count: int, size: int = 32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(3, 9, (count, LENGTH), generator=generator)
+    mask = torch.ones(count, LENGTH, dtype=torch.int64)
+    mask[0, 4:] = 0
+    pixels = torch.rand(count, 3, size, size, generator=generator) * 2 - 1
+    return {"pixel_values": pixels, "input_ids": ids, "attention_mask": mask}
+
+
+def _painter(tmp_path: Path, **settings: Any) -> flow_matching.FlowMatchingTask:
+    torch.manual_seed(3)
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    task = flow_matching.build_task({**TASK, **settings}, MODEL, root=tmp_path, tokenizer=tokenizer)
+    for parameter in task.transformer.parameters():
+        if not parameter.any():  # it starts as the identity, which would hide everything
+            parameter.data.normal_(std=0.05)
+    task.vae.bn.running_var.fill_(0.3)
+    return task
+
+
+def test_the_loss_of_flow_matching_by_hand(tmp_path: Path) -> None:
+    task, batch = _painter(tmp_path, sigma_mean=0.4, sigma_std=0.7).eval(), _batch(3)
+    with torch.no_grad():
+        losses = task(batch, torch.Generator().manual_seed(5))
+        generator = torch.Generator().manual_seed(5)
+        latents = task._encoded(batch["pixel_values"]).flatten(2).transpose(1, 2)
+        noise = torch.randn(latents.shape, generator=generator)
+        sigmas = torch.sigmoid(torch.randn(3, generator=generator) * 0.7 + 0.4)
+        embeds = conditioning(task.text_encoder, [1, 2], batch["input_ids"], batch["attention_mask"])
+        total = 0.0
+        for i in range(3):  # one by one, at the noise level that the runtime would give it
+            noisy = scale_noise(latents[i].numpy(), noise[i].numpy(), float(sigmas[i]))
+            velocity = task.transformer(
+                hidden_states=torch.from_numpy(noisy)[None],
+                encoder_hidden_states=embeds[i : i + 1],
+                timestep=sigmas[i : i + 1],
+                img_ids=image_ids(4, 4),
+                txt_ids=text_ids(LENGTH),
+                return_dict=False,
+            )[0]
+            total += np.square((velocity[0] - (noise[i] - latents[i])).numpy().astype(np.float64)).mean()
+    assert float(losses.total) == pytest.approx(total, rel=1e-5)
+    assert task.weight(batch) == 3
+
+
+def test_the_painter_learns_and_leaves_its_autoencoder_alone(tmp_path: Path) -> None:
+    task, batch = _painter(tmp_path), _batch(4)
+    quantize_linears(task, [QuantizationRule("transformer.*transformer_blocks.*", Quantization("ternary", 128))])
+    before = {name: tensor.clone() for name, tensor in task.vae.state_dict().items()}
+    optimizer = torch.optim.AdamW([p for p in task.parameters() if p.requires_grad], lr=3e-3)
+    losses = []
+    for _ in range(40):
+        task.train()
+        loss = task(batch, torch.Generator().manual_seed(1)).total / 4
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(torch.equal(before[name], tensor) for name, tensor in task.vae.state_dict().items())
+    assert all(p.grad is None for p in task.vae.parameters())
+
+
+def test_a_frozen_text_encoder_gets_no_gradient(tmp_path: Path) -> None:
+    task = _painter(tmp_path, train_text_encoder=False)
+    task(_batch(2), torch.Generator()).total.backward()
+    assert all(p.grad is None for p in task.text_encoder.parameters())
+    assert any(p.grad is not None for p in task.transformer.parameters())
+
+
+def test_remembered_latents_are_those_of_the_autoencoder(tmp_path: Path) -> None:
+    task, batch = _painter(tmp_path, latent_cache=2), _batch(3)
+    calls: list[int] = []
+    encode = task.vae.encode
+    task.vae.encode = lambda pixels: calls.append(len(pixels)) or encode(pixels)
+    first, second = task._latents(batch["pixel_values"]), task._latents(batch["pixel_values"].flip(0)).flip(0)
+    assert torch.equal(first, second)
+    assert calls == [1, 1, 1, 1]  # the third picture found no room
+    assert torch.allclose(first, task._encoded(batch["pixel_values"]), atol=1e-5)
+
+
+def test_what_the_painter_saves_is_exported_and_paints_the_same(tmp_path: Path) -> None:
+    task, batch = _painter(tmp_path, dtype="bfloat16").eval(), _batch(2)
+    rules = [
+        QuantizationRule("transformer.*transformer_blocks.*", Quantization("ternary", 128)),
+        QuantizationRule("text_encoder.layers.*", Quantization("affine4", 64)),
+    ]
+    quantize_linears(task, rules)
+    (tmp_path / "model").mkdir()
+    task.save(tmp_path / "model")
+    _round_dense(task)
+    intaglio.export(tmp_path / "model", tmp_path / "bundle")
+    intaglio.compile(tmp_path / "bundle")
+    pipeline = intaglio.load(tmp_path / "bundle")
+    assert pipeline.model.text_length == LENGTH
+    embeds = pipeline.encode_prompt(["a red apple", ""])
+    ids = [[1, 3, 4, 6, 2, 0, 0, 0], [1, 2, 0, 0, 0, 0, 0, 0]]
+    mask = [[1] * 5 + [0] * 3, [1] * 2 + [0] * 6]
+    with torch.no_grad():
+        expected = conditioning(task.text_encoder, [1, 2], torch.tensor(ids), torch.tensor(mask)).numpy()
+        latents = task._encoded(batch["pixel_values"]).numpy()
+    assert _relative(embeds, expected) <= 1e-5
+    picture = (batch["pixel_values"][:1].numpy() + 1) / 2
+    found = pipeline.encode_image(np.round(picture[0].transpose(1, 2, 0) * 255).astype(np.uint8))
+    assert _relative(found, latents[:1]) <= 2e-2  # the picture was rounded to 8 bits
+    noise = np.random.default_rng(0).standard_normal((2, 16, 16)).astype(np.float32)
+    start = torch.from_numpy(noise)
+    with torch.no_grad():
+        for sigma in (1.0, 0.5):
+            velocity = task.transformer(
+                hidden_states=start,
+                encoder_hidden_states=torch.from_numpy(expected),
+                timestep=torch.full((2,), sigma),
+                img_ids=image_ids(4, 4),
+                txt_ids=text_ids(LENGTH),
+                return_dict=False,
+            )[0]
+            start = start - 0.5 * velocity
+    painted = pipeline.sample_latents(
+        embeds, height=32, width=32, num_inference_steps=2, guidance_scale=1.0, latents=noise
+    )
+    assert _relative(painted, start.numpy()) <= 1e-5
+
+
+def _round_dense(task: flow_matching.FlowMatchingTask) -> None:
+    """Rounds what is saved densely, as saving it does."""
+    for role in ("transformer", "text_encoder", "vae"):
+        model = getattr(task, role)
+        packed = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+        for name, tensor in model.state_dict().items():
+            if name not in packed and tensor.is_floating_point():
+                tensor.copy_(tensor.bfloat16())
+
+
+def _relative(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+def test_a_tokenizer_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tokenizer is missing"):
+        flow_matching.build_task(TASK, MODEL, root=tmp_path, tokenizer=None)
+    with pytest.raises(ConfigError, match=r"task\.shfit is unknown; did you mean shift"):
+        flow_matching.build_task({**TASK, "shfit": 2}, MODEL, root=tmp_path, tokenizer=tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.vae is missing"):
+        flow_matching.build_task(
+            TASK, {k: v for k, v in MODEL.items() if k != "vae"}, root=tmp_path, tokenizer=tmp_path
+        )
+
+
+def test_the_autoencoder_learns_pictures_and_the_statistics_of_its_latents(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = {**VAE, "batch_norm_momentum": 0.2}
+    task = autoencoder.build_task({"kind": "autoencoder"}, config, root=tmp_path, tokenizer=None)
+    rows = torch.linspace(-1, 1, 32)
+    pixels = torch.stack([torch.stack([rows[:, None] * rows, rows[:, None] + 0 * rows, -rows[:, None] * rows])] * 2)
+    batch = {"pixel_values": pixels}
+    optimizer = torch.optim.AdamW(task.parameters(), lr=3e-3)
+    parts: list[dict[str, float]] = []
+    for i in range(60):
+        task.train()
+        losses = task(batch, torch.Generator().manual_seed(i))
+        (losses.total / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        parts.append({name: part.item() / 2 for name, part in losses.parts.items()})
+        expected = parts[-1]["pixel"] + parts[-1]["edge"] + 1e-4 * parts[-1]["kl"]
+        assert losses.total.item() / 2 == pytest.approx(expected, rel=1e-4)
+    assert parts[-1]["pixel"] < 0.5 * parts[0]["pixel"]
+    task.eval()
+    before = task.vae.bn.running_mean.clone()
+    with torch.no_grad():
+        task(batch, torch.Generator().manual_seed(0))
+    assert torch.equal(task.vae.bn.running_mean, before)
+    task.save(tmp_path / "vae")
+    assert (tmp_path / "vae" / "config.json").is_file()
+
+
+def test_the_divergence_is_that_of_torch(tmp_path: Path) -> None:
+    task = autoencoder.build_task({"kind": "autoencoder"}, VAE, root=tmp_path, tokenizer=None).eval()
+    batch = _batch(2)
+    with torch.no_grad():
+        losses = task(batch, torch.Generator().manual_seed(0))
+        posterior = task.vae.encode(batch["pixel_values"]).latent_dist
+    normal = torch.distributions.Normal(torch.zeros(()), torch.ones(()))
+    divergence = torch.distributions.kl_divergence(torch.distributions.Normal(posterior.mean, posterior.std), normal)
+    per_pixel = divergence.sum() / batch["pixel_values"].numel()
+    assert losses.parts["kl"].item() / 2 == pytest.approx(per_pixel.item(), rel=1e-4)
