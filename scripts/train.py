@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,7 +30,12 @@ def train(
     ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Train a model: checkpoints, a log, and at the end the model as it is published, ready to export."""
+    """Train a model: checkpoints, a log, and at the end the model as it is published, ready to export.
+
+    On several processes: torchrun --nproc-per-node 2 --no-python intaglio train RECIPE.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        quiet = True  # one of torchrun's processes speaks
     folder = output if output is not None else Path("runs") / recipe.stem
     with progress_bar(quiet=quiet) as progress:
         result = intaglio.train(
@@ -38,7 +44,8 @@ def train(
     if result.stopped is not None and result.stopped != "patience":
         say(
             f"stopped by {result.stopped} after step {result.step}; to go on: intaglio train {recipe} -o {folder} "
-            "--resume"
+            "--resume",
+            quiet=os.environ.get("RANK", "0") != "0",
         )
         raise typer.Exit(_INTERRUPTED)
     why = " (the evaluation got no better)" if result.stopped else ""

@@ -24,6 +24,7 @@ from torch import nn
 
 from intaglio.errors import CheckpointError
 from intaglio.output import replaced_folder
+from intaglio.trainer.loading import FrozenQuantizedLinear
 from intaglio.trainer.sharding import like, whole
 
 FORMAT = 1
@@ -101,19 +102,24 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that belong to the weights, by name."""
-    kept = module.state_dict(keep_vars=True)
+    """The buffers that belong to the weights and change, by name: not those of packed layers."""
+    kept = module.state_dict(keep_vars=True).keys() - _packed_buffers(module).keys()
     return {name: buffer for name, buffer in module.named_buffers() if name in kept}
 
 
+def _packed_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, FrozenQuantizedLinear)]
+    return {f"{name}.{key}": buffer for name, layer in layers for key, buffer in layer.named_buffers()}
+
+
 def frozen_fingerprint(module: nn.Module) -> str:
-    """A hash of the parameters that are not trained, which no checkpoint holds: of the first values of each."""
+    """A hash of the weights that are not trained, which no checkpoint holds: of the first values of each."""
     digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in module.named_parameters():
-        if not parameter.requires_grad:
-            first = parameter.detach().flatten()[:_HASHED_VALUES].float().cpu().contiguous()
-            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-            digest.update(first.numpy().tobytes())
+    frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
+    for name, tensor in {**frozen, **_packed_buffers(module)}.items():
+        first = tensor.detach().flatten()[:_HASHED_VALUES].float().cpu().contiguous()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(first.numpy().tobytes())
     return digest.hexdigest()
 
 

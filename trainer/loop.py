@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import shutil
 import signal
 import threading
@@ -353,29 +354,23 @@ class Trainer:
         checkpoints.write_checkpoint(folder, {"weights": self._published_weights()}, state, self.ranks.is_first)
 
     def _publish(self) -> None:
-        """Writes the model into ``model/``, and the one with the best evaluation into ``best/``."""
+        """Writes the model into ``model/``, and the one with the best evaluation into ``best/``, from checkpoints."""
         if self.ranks.is_first:
             task = self.task
             if self.ranks.world_size > 1 and self.settings.parallel.kind == "fsdp":
-                # Whole on one rank only here, in ordinary memory, from the checkpoint of this step.
-                assert self._rebuild is not None, "a sharded task is saved through another"
+                assert self._rebuild is not None, "a sharded task is saved through another, whole on this rank"
                 task = self._rebuild()
-                last = checkpoints.checkpoint_folder(self.checkpoints, self.step)
-                tensors = checkpoints.read_tensors(last, "weights")
-                if self.average is not None:
-                    tensors |= checkpoints.read_tensors(last, "average")
-                checkpoints.load_weights(task, tensors, last)
-                self._save_model(task, "model")
-            else:
-                with self.average.applied() if self.average is not None else nullcontext():
-                    self._save_model(task, "model")
+            last, best = checkpoints.checkpoint_folder(self.checkpoints, self.step), self.checkpoints / "best"
+            weights = checkpoints.read_tensors(last, "weights")
+            average = checkpoints.read_tensors(last, "average") if self.average is not None else {}
+            self._save_model(task, weights | average, "model")
             if self._best is not None:
-                best = self.checkpoints / "best"
-                checkpoints.load_weights(task, checkpoints.read_tensors(best, "weights"), best)
-                self._save_model(task, "best")
+                self._save_model(task, checkpoints.read_tensors(best, "weights"), "best")
+            checkpoints.load_weights(task, weights, last)
         self.ranks.barrier()
 
-    def _save_model(self, task: Task, name: str) -> None:
+    def _save_model(self, task: Task, weights: Mapping[str, torch.Tensor], name: str) -> None:
+        checkpoints.load_weights(task, weights, self.folder / name)
         task.eval()
         with replaced_folder(self.folder / name) as partial:
             task.save(partial)
@@ -384,8 +379,8 @@ class Trainer:
 
     def _begin(self, resume: bool) -> None:
         steps = checkpoints.saved_steps(self.checkpoints)
-        if self.ranks.rank:  # or all ranks would drop the same activations
-            torch.manual_seed(_seed(self.settings.seed, _RANK, self.ranks.rank))
+        # Not with the recipe's seed itself: all ranks would drop the same activations.
+        seed_everything(_seed(self.settings.seed, _RANK, self.ranks.rank))
         if steps and not resume:
             raise InputError(
                 f"{self.folder}: holds a run with checkpoints, the last of step {steps[-1]}; go on with --resume, or "
@@ -447,6 +442,13 @@ class Trainer:
         finally:
             for number, handler in earlier.items():
                 signal.signal(number, handler)
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds the generators of torch, NumPy and Python, which initialize weights and drop activations."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 def _seed(seed: int, *what_for: int) -> int:

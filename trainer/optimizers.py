@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from intaglio.errors import CheckpointError, ConfigError, RuntimeMissingError
 from intaglio.trainer.sharding import like
@@ -144,9 +145,10 @@ def _given(**values: Any) -> dict[str, Any]:
 
 
 def _sgd(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    return torch.optim.SGD(
-        groups, lr=settings.lr, momentum=settings.momentum or 0.0, nesterov=settings.nesterov, fused=_fused(groups)
-    )
+    # Its fused form is not there for sharded tensors.
+    fused = _fused(groups) and not any(isinstance(parameter, DTensor) for parameter in _parameters(groups))
+    momentum = settings.momentum or 0.0
+    return torch.optim.SGD(groups, lr=settings.lr, momentum=momentum, nesterov=settings.nesterov, fused=fused)
 
 
 def _adamw(groups: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:

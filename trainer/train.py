@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
 from intaglio.errors import ConfigError, InputError
 from intaglio.progress import ProgressCallback
 from intaglio.trainer.logs import Row
-from intaglio.trainer.loop import Trainer, TrainingResult
+from intaglio.trainer.loop import Trainer, TrainingResult, seed_everything
 from intaglio.trainer.parallel import Ranks, started_ranks
 from intaglio.trainer.recipe import Recipe, checked, read_recipe
 from intaglio.trainer.tasks.task import Task
@@ -71,13 +67,6 @@ def train(
         return trainer.run(resume)
 
 
-def seed_everything(seed: int) -> None:
-    """Seeds the generators of torch, NumPy and Python, which initialize weights and drop activations."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
-
-
 def build_task(settings: Recipe, root: Path) -> Task:
     """The task of a recipe, quantized and with adapters where it says so."""
     kind = settings.task.get("kind")
@@ -88,7 +77,9 @@ def build_task(settings: Recipe, root: Path) -> Task:
     if settings.quantization:
         from intaglio.trainer.quantization import QuantizationSettings, quantize_linears
 
-        tables = [checked(QuantizationSettings, table, "quantization") for table in settings.quantization]
+        tables = [
+            checked(QuantizationSettings, table, "quantization", "quantization.") for table in settings.quantization
+        ]
         quantize_linears(task, [table.rule for table in tables])
     if settings.lora is not None:
         from intaglio.trainer.lora import LoraSettings

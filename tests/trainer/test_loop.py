@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+from ranks import on_ranks
 from torch.nn import functional
 from training_parts import ListSource, Regression, recipe, regression_examples
 
 from intaglio.errors import CancelledError, CheckpointError, ConfigError, InputError, TrainingError
+from intaglio.trainer import checkpoint, loop
 from intaglio.trainer.checkpoint import saved_steps
+from intaglio.trainer.data.source import Batch
 from intaglio.trainer.logs import read_log
 from intaglio.trainer.loop import Trainer
+from intaglio.trainer.parallel import Ranks
+from intaglio.trainer.tasks.task import Losses
 
 
 def build(folder: Path, train: dict[str, Any], *, batch_size: int = 8, **more: Any) -> Trainer:
@@ -161,3 +169,192 @@ def test_loss_that_is_not_finite_names_where(tmp_path: Path) -> None:
     examples["x"][17, 2] = float("inf")
     with pytest.raises(TrainingError, match=r"micro-batch \d of 2: x of the data.*no checkpoint"):
         build(tmp_path / "data", {"steps": 40, "accumulate": 2}, examples=examples).run()
+
+
+def test_a_gradient_that_is_not_finite_names_where(tmp_path: Path) -> None:
+    """The root of zero has the gradient infinity; the loss itself is finite."""
+
+    class Root(Regression):
+        def forward(self, batch: Batch, generator: torch.Generator) -> Losses:
+            total = super().forward(batch, generator).total
+            return Losses(
+                total + self.blocks[1].linear.weight.sub(self.blocks[1].linear.weight.detach()).abs().sqrt().sum(), {}
+            )
+
+    trainer = Trainer(Root(), ListSource(regression_examples(), 8), recipe({"steps": 3}), tmp_path)
+    with pytest.raises(
+        TrainingError, match=r"step 1: the gradient is not finite: micro-batch 1 of 1: the gradient of bl.*1.l"
+    ):
+        trainer.run()
+    assert torch.isfinite(trainer.task.get_submodule("blocks.1.linear").weight).all()
+
+
+def test_a_module_whose_output_is_not_finite_is_named(tmp_path: Path) -> None:
+    trainer = build(tmp_path, {"steps": 3})
+    trainer.task.get_submodule("blocks.0.norm").register_forward_hook(lambda module, inputs, output: output / 0.0)
+    with pytest.raises(TrainingError, match=r"step 1: .*micro-batch 1 of 1: the output of blocks\.0\.norm;"):
+        trainer.run()
+
+
+def test_float16_scales_the_loss_and_resumes_with_the_scale(tmp_path: Path) -> None:
+    train = {"steps": 12, "precision": "float16", "checkpoint_every": 5, "log_every": 1}
+    # Weights that hardly change: the steps left out for a scale that was too large leave the others as they are.
+    whole = build(tmp_path / "whole", train, optimizer={"lr": 1e-7}, dropout=0.0)
+    whole.run()
+    build(tmp_path / "plain", train | {"precision": "float32"}, optimizer={"lr": 1e-7}, dropout=0.0).run()
+    norms = [[row["gradient_norm"] for row in read_log(tmp_path / name / "log.csv")] for name in ("whole", "plain")]
+    kept = [pair for pair in zip(*norms, strict=True) if math.isfinite(pair[0])]
+    assert len(kept) >= 6
+    assert all(half == pytest.approx(single, rel=0.05) for half, single in kept)
+    build(tmp_path / "cut", train | {"steps": 5}, optimizer={"lr": 1e-7}, dropout=0.0).run()
+    resumed = build(tmp_path / "cut", train, optimizer={"lr": 1e-7}, dropout=0.0)
+    resumed.run(resume=True)
+    assert resumed.scaler.state_dict() == whole.scaler.state_dict() and whole.scaler.get_scale() > 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(tmp_path: Path, number: signal.Signals) -> None:
+    def interrupt(event: Any) -> None:
+        if event.done == 4:
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    result = build(tmp_path / "cut", {"steps": 9}, progress=interrupt).run()
+    assert signal.getsignal(number) is before
+    assert (result.stopped, result.step, saved_steps(tmp_path / "cut" / "checkpoints")) == (number.name, 4, [4])
+    assert not (tmp_path / "cut" / "model").exists()
+    resumed, whole = build(tmp_path / "cut", {"steps": 9}), build(tmp_path / "whole", {"steps": 9})
+    assert resumed.run(resume=True).stopped is None
+    whole.run()
+    assert_equal(weights(whole), weights(resumed))
+
+
+def train_until_killed(_: Ranks, folder: Path, writes: int) -> None:
+    """Dies by SIGKILL in the middle of writing its n-th file of tensors."""
+
+    def write(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        nonlocal writes
+        writes -= 1
+        safetensors.torch.save_file(tensors, path)
+        if writes == 0:
+            os.truncate(path, path.stat().st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoint.save_file = write  # type: ignore[assignment]
+    build(folder, {"steps": 9, "checkpoint_every": 2, "keep": 1, "ema": 0.9}).run(resume=True)
+
+
+def test_a_run_killed_while_it_writes_goes_on_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
+    """SIGKILL in the first checkpoint, in a later one, in each of its files; then to the end, bit for bit."""
+    for writes in (2, 7, 3, 4):
+        with pytest.raises(RuntimeError, match="died"):
+            on_ranks(1, train_until_killed, tmp_path / "killed", writes)
+    train = {"steps": 9, "checkpoint_every": 2, "keep": 1, "ema": 0.9}
+    resumed, whole = build(tmp_path / "killed", train), build(tmp_path / "whole", train)
+    steps = saved_steps(tmp_path / "killed" / "checkpoints")
+    assert steps and steps[-1] < 9
+    resumed.run(resume=True)
+    whole.run()
+    assert_equal(weights(whole), weights(resumed))
+    assert [path.name for path in (tmp_path / "killed" / "checkpoints").iterdir()] == ["step-00000009"]
+
+
+def evaluated(folder: Path, train: dict[str, Any], **more: Any) -> Trainer:
+    return build(folder, train, evaluation_source=ListSource(regression_examples(24, seed=2), 8), **more)
+
+
+def test_evaluation_takes_averaged_weights_the_same_noise_and_changes_nothing(tmp_path: Path) -> None:
+    train = {"steps": 10, "ema": 0.9, "log_every": 5}
+    trainer, plain = evaluated(tmp_path / "a", train | {"evaluate_every": 2}), build(tmp_path / "b", train)
+    result = trainer.run()
+    plain.run()
+    assert_equal(weights(trainer), weights(plain))
+    rows = read_log(tmp_path / "a" / "log.csv")
+    assert [row["step"] for row in rows if "evaluation_loss" in row] == [2, 4, 6, 8, 10]
+    assert result.evaluation_loss == rows[-1]["evaluation_loss"] == 2 * rows[-1]["evaluation_half"]
+    again = trainer._evaluate(trainer.evaluation_source)  # type: ignore[arg-type]
+    assert again["evaluation_loss"] == result.evaluation_loss
+    # by hand: the published weights, the mean over the examples' weights
+    task = Regression(0.1)
+    task.load_state_dict(torch.load(tmp_path / "a" / "model" / "model.pt"))
+    task.eval()
+    source = ListSource(regression_examples(24, seed=2), 8)
+    batches = list(source)
+    generators = [torch.Generator().manual_seed(loop._seed(3, 1, 0, 0, i)) for i in range(len(batches))]
+    losses = [float(task(batch, g).total.detach()) for batch, g in zip(batches, generators, strict=True)]
+    assert sum(losses) / sum(float(b["weight"].sum()) for b in batches) == pytest.approx(
+        result.evaluation_loss, rel=1e-6
+    )
+
+
+def test_the_run_ends_when_the_evaluation_gets_no_better_and_the_best_is_kept(tmp_path: Path) -> None:
+    train = {"steps": 400, "evaluate_every": 1, "patience": 3, "log_every": 100}
+    trainer = evaluated(tmp_path, train, optimizer={"kind": "sgd", "lr": 0.3}, schedule={"kind": "constant"})
+    result = trainer.run()
+    losses = [row["evaluation_loss"] for row in read_log(tmp_path / "log.csv")]
+    assert result.stopped == "patience" and len(losses) == result.step < 400
+    best = min(range(len(losses)), key=losses.__getitem__)
+    assert result.best_step == best + 1 == result.step - 3
+    kept, last = (torch.load(tmp_path / name / "model.pt") for name in ("best", "model"))
+    assert not torch.equal(kept["head.weight"], last["head.weight"])
+    rerun = evaluated(
+        tmp_path / "again",
+        {**train, "steps": best + 1},
+        optimizer={"kind": "sgd", "lr": 0.3},
+        schedule={"kind": "constant"},
+    )
+    rerun.run()
+    assert_equal(kept, weights(rerun))
+
+
+def test_what_is_not_trained_is_no_part_of_checkpoints_but_has_to_be_the_same(tmp_path: Path) -> None:
+    def frozen(folder: Path, steps: int) -> Trainer:
+        torch.manual_seed(5)
+        task = Regression()
+        task.embed.requires_grad_(False)
+        return Trainer(task, ListSource(regression_examples(), 8), recipe({"steps": steps, "ema": 0.9}), folder)
+
+    trainer = frozen(tmp_path, 2)
+    trainer.run()
+    folder = checkpoint.checkpoint_folder(tmp_path / "checkpoints", 2)
+    assert not any(
+        "embed" in name for n in ("weights", "average", "optimizer") for name in checkpoint.read_tensors(folder, n)
+    )
+    assert frozen(tmp_path, 3).run(resume=True).step == 3
+    other = frozen(tmp_path, 4)
+    with torch.no_grad():
+        other.task.get_submodule("embed").weight += 1  # type: ignore[operator]
+    changed = Trainer(other.task, other.source, other.settings, tmp_path)
+    with pytest.raises(CheckpointError, match="other weights in the part of the model that is not trained"):
+        changed.run(resume=True)
+    other.task.requires_grad_(False)
+    with pytest.raises(InputError, match="no parameter of the task is trained"):
+        Trainer(other.task, other.source, other.settings, tmp_path)
+
+
+def test_damaged_checkpoints_are_named(tmp_path: Path) -> None:
+    build(tmp_path, {"steps": 2}).run()
+    folder = checkpoint.checkpoint_folder(tmp_path / "checkpoints", 2)
+    for name, cut in (("optimizer.safetensors", 100), ("state.json", 50)):
+        kept = (folder / name).read_bytes()
+        (folder / name).write_bytes(kept[:cut])
+        with pytest.raises(CheckpointError, match=f"{name}: cannot be read"):
+            build(tmp_path, {"steps": 4}).run(resume=True)
+        (folder / name).write_bytes(kept)
+    tensors = checkpoint.read_tensors(folder, "weights")
+    task = Regression()
+    with pytest.raises(CheckpointError, match=r"head\.weight is missing"):
+        checkpoint.load_weights(task, {k: v for k, v in tensors.items() if k != "head.weight"}, folder)
+    with pytest.raises(CheckpointError, match=r"zzz is in the checkpoint only"):
+        checkpoint.load_weights(task, tensors | {"zzz": torch.zeros(1)}, folder)
+    with pytest.raises(CheckpointError, match=r"head\.bias has shape \(2,\), the model \(1,\)"):
+        checkpoint.load_weights(task, tensors | {"head.bias": torch.zeros(2)}, folder)
+
+
+def test_no_batch_and_nothing_to_predict_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no batch"):
+        build(tmp_path / "a", {"steps": 2}, batch_size=65).run()
+    examples = regression_examples()
+    examples["weight"] = torch.zeros(64)
+    with pytest.raises(TrainingError, match="step 1: nothing in its batches is predicted"):
+        build(tmp_path / "b", {"steps": 2}, examples=examples).run()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from intaglio.errors import CheckpointError, ConfigError
+from intaglio.trainer.loading import load_quantized
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -45,6 +46,12 @@ def _from_folder(folder: Path) -> nn.Module:
             raise CheckpointError(
                 f"{folder}: is a model of type {config.model_type}; expected one of {', '.join(ARCHITECTURES)}"
             )
+        if getattr(config, "quantization", None):
+            # Packed as intaglio saves them: such layers stay packed, and are not trained.
+            del config.quantization
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            load_quantized(model, folder)
+            return model
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder}: cannot be loaded ({error})") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -17,20 +17,22 @@ from intaglio.errors import InputError
 from intaglio.trainer.data.source import Batch
 from intaglio.trainer.models.causal_lm import build_causal_lm
 from intaglio.trainer.recipe import checked
-from intaglio.trainer.saving import copy_tokenizer
+from intaglio.trainer.saving import copy_tokenizer, save_quantized
 from intaglio.trainer.tasks.task import Losses, Task
 
+Dtype = Literal["float32", "bfloat16", "float16"]
 IGNORED = -100
 # Logits of more values are made piece by piece, forward and backward: 256 MiB in float32.
 _MAX_LOGITS = 1 << 26
 
 
 class CausalLMSettings(BaseModel):
-    """``[task]`` of ``kind = "causal-lm"``."""
+    """``[task]`` of ``kind = "causal-lm"``. dtype: what dense weights are saved as; they are trained in float32."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: str
+    dtype: Dtype = "float32"
 
 
 class CausalLM(Task):
@@ -42,10 +44,10 @@ class CausalLM(Task):
 
     unit = "tokens"
 
-    def __init__(self, model: nn.Module, tokenizer: Path | None = None) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Path | None = None, dtype: Dtype = "float32") -> None:
         super().__init__()
         self.model: Any = model
-        self._tokenizer = tokenizer
+        self._tokenizer, self._dtype = tokenizer, dtype
 
     def weight(self, batch: Batch) -> int:
         """The number of predicted tokens. Raises InputError for a token id that the vocabulary has not."""
@@ -84,12 +86,12 @@ class CausalLM(Task):
         return {"perplexity": math.exp(min(loss, 700.0))}
 
     def save(self, folder: Path) -> None:
-        self.model.save_pretrained(folder)
+        save_quantized(self.model, folder, getattr(torch, self._dtype))
         if self._tokenizer is not None:
             copy_tokenizer(self._tokenizer, folder)
 
 
 def build_task(task: Mapping[str, Any], model: Mapping[str, Any], *, root: Path, tokenizer: Path | None) -> CausalLM:
     """The task of a recipe's ``[task]`` and ``[model]``. Raises ConfigError, CheckpointError."""
-    checked(CausalLMSettings, task, "task", "task.")
-    return CausalLM(build_causal_lm(model, root), tokenizer)
+    settings = checked(CausalLMSettings, task, "task", "task.")
+    return CausalLM(build_causal_lm(model, root), tokenizer, settings.dtype)

@@ -1,0 +1,67 @@
+"""Recipes: what is read, what is refused and how the message names it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from intaglio.errors import ConfigError, InputError
+from intaglio.trainer.recipe import read_recipe
+
+MINIMAL = '[task]\nkind = "causal-lm"\n[data]\nbatch_size = 4\n[train]\nsteps = 10\n'
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "r.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_defaults_and_overrides(tmp_path: Path) -> None:
+    path = written(tmp_path, MINIMAL)
+    recipe = read_recipe(path)
+    assert (recipe.train.steps, recipe.train.clip, recipe.optimizer.kind, recipe.schedule.kind) == (
+        10,
+        1.0,
+        "adamw",
+        "cosine",
+    )
+    changed = read_recipe(
+        path, ["train.steps=25", "optimizer.kind=lion", 'data.name="x"', "model.path = a/b", "seed=4"]
+    )
+    assert (changed.train.steps, changed.optimizer.kind, changed.seed) == (25, "lion", 4)
+    assert changed.data == {"batch_size": 4, "name": "x"} and changed.model == {"path": "a/b"}
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ("stepz = 3", r"train\.stepz is unknown; did you mean steps\?"),
+        ("clip = -1.0", r"train\.clip: input should be greater than 0, found -1\.0"),
+        ('precision = "half"', r"train\.precision: .*'float32', 'bfloat16' or 'float16', found 'half'"),
+        ("[optimiser]", r"optimiser is unknown; did you mean optimizer\?"),
+        ("[[optimizer.groups]]\nmatch = ['a']\nlr_facter = 2", r"lr_facter is unknown; did you mean lr_factor\?"),
+        ("[[optimizer.groups]]\nlr_factor = 2", r"optimizer\.groups\.0\.match is missing"),
+        ("[schedule]\nzzz = 1", r"schedule\.zzz is unknown; known are kind, warmup, final, decay"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, extra: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_recipe(written(tmp_path, MINIMAL + extra + "\n"))
+    assert str(caught.value).startswith(str(tmp_path / "r.toml"))
+
+
+def test_files_and_overrides_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such file"):
+        read_recipe(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="cannot be read as TOML"):
+        read_recipe(written(tmp_path, "[train"))
+    path = written(tmp_path, MINIMAL)
+    for text in ("train.steps", "=3", "train..steps=3"):
+        with pytest.raises(InputError, match=r"expected TABLE\.KEY=VALUE"):
+            read_recipe(path, [text])
+    with pytest.raises(InputError, match="steps is no table"):
+        read_recipe(path, ["train.steps.x=3"])
+    with pytest.raises(ConfigError, match=r"train\.stps is unknown"):
+        read_recipe(path, ["train.stps=3"])

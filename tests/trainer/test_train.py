@@ -1,0 +1,149 @@
+"""From a recipe to a model: text to a language model that transformers loads, adapters, quantized layers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import peft
+import pytest
+import torch
+from safetensors.numpy import load_file
+from training_data import texts, write_jsonl, write_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import intaglio
+from intaglio.errors import ConfigError, InputError
+from intaglio.exporters.checkpoints import open_checkpoint
+from intaglio.trainer.logs import read_log
+from intaglio.trainer.train import train
+
+RECIPE = """
+seed = 4
+tokenizer = "tokenizer"
+
+[task]
+kind = "causal-lm"
+
+[model]
+architecture = "llama"
+vocab_size = 400
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 2
+num_attention_heads = 2
+num_key_value_heads = 2
+max_position_embeddings = 64
+tie_word_embeddings = false
+
+[data]
+format = "jsonl"
+files = ["train.jsonl"]
+batch_size = 4
+examples = { kind = "text", length = 24 }
+
+[evaluation_data]
+format = "jsonl"
+files = ["held-out.jsonl"]
+batch_size = 4
+shuffle = false
+examples = { kind = "text", length = 24 }
+
+[optimizer]
+lr = 0.01
+
+[train]
+steps = 12
+ema = 0.5
+log_every = 2
+checkpoint_every = 5
+evaluate_every = 6
+plot = false
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("train")
+    write_tokenizer(folder / "tokenizer")
+    write_jsonl(folder / "train.jsonl", [{"text": text} for text in texts(200)])
+    write_jsonl(folder / "held-out.jsonl", [{"text": text} for text in texts(30, seed=1)])
+    (folder / "lm.toml").write_text(RECIPE)
+    return folder
+
+
+def test_a_language_model_from_text(folder: Path, tmp_path: Path) -> None:
+    """Losses fall on held-out text, and the saved model has the loss that the log says."""
+    rows = []
+    result = intaglio.train(folder / "lm.toml", tmp_path, report=rows.append)
+    assert [row["step"] for row in rows] == [2, 4, 6, 8, 10, 12]
+    assert rows == [pytest.approx(row) for row in read_log(tmp_path / "log.csv")]
+    evaluations = [row["evaluation_loss"] for row in rows if "evaluation_loss" in row]
+    assert evaluations[1] < evaluations[0] < np.log(400) + 0.1
+    assert rows[-1]["evaluation_perplexity"] == pytest.approx(np.exp(result.evaluation_loss))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    ids = [i for line in (folder / "held-out.jsonl").read_text().splitlines() for i in _document(tokenizer, line)]
+    count = (len(ids) - 1) // 24 // 4 * 4
+    windows = torch.tensor([ids[24 * i : 24 * i + 25] for i in range(count)])
+    with torch.no_grad():
+        logits = model(windows[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+    assert float(loss) == pytest.approx(result.evaluation_loss, rel=1e-5)
+
+
+def _document(tokenizer: AutoTokenizer, line: str) -> list[int]:
+    return [*tokenizer.encode(json.loads(line)["text"], add_special_tokens=False), tokenizer.eos_token_id]
+
+
+def test_resumed_runs_end_with_the_same_file(folder: Path, tmp_path: Path) -> None:
+    def stop(event: object) -> bool:
+        return event.done < 7  # type: ignore[attr-defined]
+
+    train(folder / "lm.toml", tmp_path / "whole")
+    with pytest.raises(intaglio.IntaglioError):
+        train(folder / "lm.toml", tmp_path / "cut", progress=stop)
+    train(folder / "lm.toml", tmp_path / "cut", resume=True)
+    for name in ("model", "best"):
+        whole, cut = ((tmp_path / run / name / "model.safetensors").read_bytes() for run in ("whole", "cut"))
+        assert whole == cut
+
+
+def test_quantized_layers_are_published_packed_and_take_adapters(folder: Path, tmp_path: Path) -> None:
+    """Ternary layers from the first step; then an adapter on what was published, alone in its folder, as peft reads."""
+    (folder / "ternary.toml").write_text(
+        RECIPE + '[[quantization]]\nmodules = "*.mlp.*"\nformat = "ternary"\ngroup_size = 32\n'
+    )
+    train(folder / "ternary.toml", tmp_path / "ternary", overrides=["train.steps=3"])
+    packed = open_checkpoint(tmp_path / "ternary" / "model").tensors
+    quantized = [name for name, tensor in packed.items() if tensor.layout is not None]
+    assert len(quantized) == 6 and all(".mlp." in name for name in quantized)
+
+    lora = RECIPE[: RECIPE.index("[model]")] + RECIPE[RECIPE.index("[data]") :]
+    lora += f'[model]\npath = "{tmp_path / "ternary" / "model"}"\n'
+    lora += '[lora]\nrank = 2\nalpha = 4\ntarget_modules = ["q_proj", "down_proj"]\n'
+    (folder / "lora.toml").write_text(lora)
+    train(folder / "lora.toml", tmp_path / "lora", overrides=["train.steps=4"])
+    saved = load_file(tmp_path / "lora" / "model" / "adapter_model.safetensors")
+    assert len(saved) == 8 and all(np.abs(tensor).max() > 0 for tensor in saved.values())
+    state = load_file(tmp_path / "lora" / "checkpoints" / "step-00000004" / "weights.safetensors")
+    assert len(state) == 8
+    assert peft.PeftConfig.from_pretrained(str(tmp_path / "lora" / "model")).r == 2
+
+
+def test_bad_recipes_are_refused(folder: Path, tmp_path: Path) -> None:
+    def build(*overrides: str) -> None:
+        train(folder / "lm.toml", tmp_path / "x", overrides=overrides)
+
+    with pytest.raises(ConfigError, match=r"task\.kind is 'casual-lm'; expected one of causal-lm, flow-matching"):
+        build("task.kind=casual-lm")
+    with pytest.raises(ConfigError, match=r"task\.dtipe is unknown; did you mean dtype\?"):
+        build("task.dtipe=float16")
+    with pytest.raises(InputError, match=r"nowhere: has no tokenizer\.json"):
+        build("tokenizer=nowhere")
+    with pytest.raises(ConfigError, match=r"lora\.rank is missing"):
+        build('lora={alpha=2, target_modules="all-linear"}')
+    with pytest.raises(InputError, match=r"token id .* in input_ids; the model's vocabulary has 64"):
+        build("model.vocab_size=64")
+    assert not (tmp_path / "x" / "model").exists()
