@@ -85,9 +85,17 @@ CASES = [(kind, name) for kind in ("ddp", "fsdp") for name in OPTIMIZERS if (kin
 
 
 def train_all(ranks: Ranks, folder: Path) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
+    """SGD and AdamW take the 8 examples of a step in two micro-batches on each rank."""
     return {
         (kind, name): train(
-            ranks, folder / f"{kind}-{name}", 4, kind, OPTIMIZERS[name], evaluate_every=10, evaluation=True
+            ranks,
+            folder / f"{kind}-{name}",
+            2 if name in ("sgd", "adamw") else 4,
+            kind,
+            OPTIMIZERS[name],
+            evaluate_every=10,
+            evaluation=True,
+            accumulate=2 if name in ("sgd", "adamw") else 1,
         )
         for kind, name in CASES
     }

@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 
 from intaglio.errors import ConfigError, InputError
-from intaglio.trainer.recipe import read_recipe
+from intaglio.trainer.data.settings import parse_settings
+from intaglio.trainer.lora import LoraSettings
+from intaglio.trainer.quantization import QuantizationSettings
+from intaglio.trainer.recipe import checked, read_recipe
+from intaglio.trainer.train import build_task
 
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 MINIMAL = '[task]\nkind = "causal-lm"\n[data]\nbatch_size = 4\n[train]\nsteps = 10\n'
 
 
@@ -65,3 +70,19 @@ def test_files_and_overrides_that_are_none(tmp_path: Path) -> None:
         read_recipe(path, ["train.steps.x=3"])
     with pytest.raises(ConfigError, match=r"train\.stps is unknown"):
         read_recipe(path, ["train.stps=3"])
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.toml")), ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_ready_recipes_are_recipes(path: Path) -> None:
+    """Every table holds what its reader takes, and language models of them can be built."""
+    recipe = read_recipe(path)
+    parse_settings(recipe.data)
+    if recipe.evaluation_data is not None:
+        parse_settings(recipe.evaluation_data)
+    for table in recipe.quantization:
+        checked(QuantizationSettings, table, str(path))
+    if recipe.lora is not None:
+        checked(LoraSettings, recipe.lora, str(path))
+    if recipe.task["kind"] == "causal-lm" and "path" not in recipe.model:
+        task = build_task(recipe.model_copy(update={"tokenizer": None}), path.parent)
+        assert 5e6 < sum(parameter.numel() for parameter in task.parameters()) < 20e6

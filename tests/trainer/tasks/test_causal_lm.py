@@ -61,6 +61,21 @@ def test_loss_equals_that_of_transformers(
         assert torch.linalg.norm(ours.grad - theirs.grad) <= 1e-4 * torch.linalg.norm(theirs.grad), name
 
 
+def test_packed_documents_do_not_see_each_other() -> None:
+    """Two documents in one window, told apart by their positions, have the loss that they have alone."""
+    task = tiny_task("llama")
+    data = batch()
+    ids, labels = data["input_ids"][:1], data["labels"][:1].clone()
+    labels[0, 5] = -100
+    positions = torch.tensor([[*range(6), *range(10)]])
+    packed = task({"input_ids": ids, "labels": labels, "position_ids": positions}, torch.Generator()).total
+    alone = [
+        task({"input_ids": ids[:, part], "labels": labels[:, part]}, torch.Generator()).total
+        for part in (slice(0, 6), slice(6, 16))
+    ]
+    torch.testing.assert_close(packed, alone[0] + alone[1], rtol=1e-5, atol=0)
+
+
 def test_an_id_beyond_the_vocabulary_is_named() -> None:
     data = batch()
     data["input_ids"][2, 3] = 96
