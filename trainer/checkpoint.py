@@ -12,7 +12,8 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,22 @@ def read_state(folder: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
     return state
 
 
+@contextmanager
+def refused_state(folder: Path) -> Iterator[None]:
+    """Raises CheckpointError where values of a checkpoint turn out inside the block to be of other kinds or shapes."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"{folder}: holds something else than a run saves ({reason}); {_advice(folder)}"
+        ) from error
+
+
 def _advice(folder: Path) -> str:
     """What to do about a damaged checkpoint."""
+    if not _NAME.fullmatch(folder.name):
+        return f"move {folder} away; --resume goes on without it, and the next evaluation writes it anew"
     earlier = [step for step in saved_steps(folder.parent) if checkpoint_folder(folder.parent, step) < folder]
     then = f"--resume goes on from step {earlier[-1]}" if earlier else "start anew: there is no earlier one"
     return f"move {folder} away, then {then}"

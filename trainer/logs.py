@@ -52,7 +52,8 @@ def _text(value: float | None) -> str:
 def read_log(path: Path) -> list[dict[str, float]]:
     """The rows of a ``log.csv``, without empty values. A last line that was cut short is left out."""
     rows = []
-    with path.open(encoding="utf-8", newline="") as file:
+    # Damage is a row that cannot be read, like a line that was cut short.
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:
         for line in csv.DictReader(file):
             try:
                 rows.append({key: float(value) for key, value in line.items() if value})

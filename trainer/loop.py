@@ -423,7 +423,9 @@ class Trainer:
             for left in self.checkpoints.glob(".*"):  # what a killed run left half written or half removed
                 shutil.rmtree(left, ignore_errors=True)
         if steps:
-            self._load_checkpoint(checkpoints.checkpoint_folder(self.checkpoints, steps[-1]))
+            folder = checkpoints.checkpoint_folder(self.checkpoints, steps[-1])
+            with checkpoints.refused_state(folder):
+                self._load_checkpoint(folder)
 
     def _check_evaluation_data(self) -> None:
         """Makes a batch of it before the first step: what cannot be evaluated on must not cost steps."""
@@ -460,7 +462,9 @@ class Trainer:
             checkpoints.set_random_state(tensors, state["random"][self.ranks.rank])
         self.step, self._seconds = state["step"], state["seconds"]
         self._interval = _Interval(*state["interval"])
-        self._best = tuple(state["best"]) if state["best"] else None
+        # Where its folder was moved away, the next evaluation is the best.
+        kept = state["best"] and (self.checkpoints / "best").is_dir()
+        self._best = tuple(state["best"]) if kept else None
         self._stale_evaluations = state["stale_evaluations"]
 
     # Being asked to stop
