@@ -55,8 +55,9 @@ def _from_folder(folder: Path) -> nn.Module:
             load_quantized(model, folder)
             return model
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError, StrictDataclassError, SafetensorError) as error:
-        raise CheckpointError(f"{folder}: cannot be loaded ({error})") from error
+    except (OSError, ValueError, TypeError, RuntimeError, StrictDataclassError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{folder}: cannot be loaded ({reason}); get its files again") from error
     return model
 
 
