@@ -46,7 +46,7 @@ def train(
         result = intaglio.train(
             recipe, folder, resume=resume, overrides=overrides, progress=progress, report=None if quiet else _lines()
         )
-    left_out = f", {result.skipped} damaged records left out" if result.skipped else ""
+    left_out = f", damaged records left out: {result.skipped}" if result.skipped else ""
     if result.stopped is not None and result.stopped != "patience":
         again = f"intaglio train {recipe} -o {folder} --resume{' --skip-bad' if skip_bad else ''}"
         say(
@@ -76,7 +76,7 @@ def _lines() -> Callable[[Mapping[str, float]], None]:
         if speed is not None:
             texts.append(f"{row[speed]:,.0f} {speed.replace('_per_second', '')}/s")
         if row.get("skipped"):
-            texts.append(f"{row['skipped']:.0f} damaged records left out")
+            texts.append(f"damaged records left out: {row['skipped']:.0f}")
         say(f"step {row['step']:.0f}: {', '.join(texts)}")
 
     return show

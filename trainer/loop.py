@@ -52,7 +52,7 @@ _STATE = (
 class TrainingResult:
     """How a run ended: after which step, with which losses, and what stopped it before its last step.
 
-    ``skipped`` counts the damaged records that the first rank left out.
+    ``skipped`` counts the damaged records that this rank left out, each once an epoch.
     """
 
     step: int
