@@ -28,6 +28,10 @@ def train(
         list[str] | None,
         typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Set a key of the recipe (train.steps=10); repeatable."),
     ] = None,
+    skip_bad: Annotated[
+        bool,
+        typer.Option("--skip-bad", help="Leave damaged records of the training data out and count them, not stop."),
+    ] = False,
     quiet: Quiet = False,
 ) -> None:
     """Train a model: checkpoints, a log, and at the end the model as it is published, ready to export.
@@ -37,20 +41,22 @@ def train(
     if os.environ.get("RANK", "0") != "0":
         quiet = True  # one of torchrun's processes speaks
     folder = output if output is not None else Path("runs") / recipe.stem
+    overrides = [*(set_ or ()), *(["data.skip_bad=true"] if skip_bad else [])]
     with progress_bar(quiet=quiet) as progress:
         result = intaglio.train(
-            recipe, folder, resume=resume, overrides=set_ or (), progress=progress, report=None if quiet else _lines()
+            recipe, folder, resume=resume, overrides=overrides, progress=progress, report=None if quiet else _lines()
         )
+    left_out = f", damaged records left out: {result.skipped}" if result.skipped else ""
     if result.stopped is not None and result.stopped != "patience":
+        again = f"intaglio train {recipe} -o {folder} --resume{' --skip-bad' if skip_bad else ''}"
         say(
-            f"stopped by {result.stopped} after step {result.step}; to go on: intaglio train {recipe} -o {folder} "
-            "--resume",
+            f"stopped by {result.stopped} after step {result.step}{left_out}; to go on: {again}",
             quiet=os.environ.get("RANK", "0") != "0",
         )
         raise typer.Exit(_INTERRUPTED)
     why = " (the evaluation got no better)" if result.stopped else ""
     best = f"; the best, of step {result.best_step}, in {folder / 'best'}" if result.best_step is not None else ""
-    say(f"trained {result.step} steps{why}: {folder / 'model'}{best}", quiet=quiet)
+    say(f"trained {result.step} steps{why}{left_out}: {folder / 'model'}{best}", quiet=quiet)
 
 
 def _lines() -> Callable[[Mapping[str, float]], None]:
@@ -69,6 +75,8 @@ def _lines() -> Callable[[Mapping[str, float]], None]:
         ]
         if speed is not None:
             texts.append(f"{row[speed]:,.0f} {speed.replace('_per_second', '')}/s")
+        if row.get("skipped"):
+            texts.append(f"damaged records left out: {row['skipped']:.0f}")
         say(f"step {row['step']:.0f}: {', '.join(texts)}")
 
     return show

@@ -12,7 +12,8 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from intaglio.errors import CheckpointError
+from intaglio.errors import CheckpointError, OutputError
 from intaglio.output import replaced_folder
 from intaglio.trainer.loading import FrozenQuantizedLinear
 from intaglio.trainer.sharding import like, whole
@@ -70,21 +71,50 @@ def write_checkpoint(
     with replaced_folder(folder) as partial:
         for name, content in tensors.items():
             gathered = {key: whole(tensor.detach()).cpu().contiguous() for key, tensor in content.items()}
-            save_file(gathered, partial / f"{name}.safetensors")
+            try:
+                save_file(gathered, partial / f"{name}.safetensors")
+            except SafetensorError as error:  # a full disk, for one, which it does not say as an OSError
+                raise OutputError(
+                    f"{folder}: cannot be written ({error}); free space or choose another disk. Earlier checkpoints "
+                    "are kept"
+                ) from error
         text = json.dumps({"format": FORMAT, **state}, indent=1)
         (partial / "state.json").write_text(text, encoding="utf-8")
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """What ``state.json`` of a checkpoint holds. Raises CheckpointError."""
+def read_state(folder: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
+    """What ``state.json`` of a checkpoint holds. Raises CheckpointError, also where it lacks one of ``keys``."""
     path = folder / "state.json"
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); resume from another checkpoint") from error
+        raise CheckpointError(f"{path}: cannot be read ({error}); {_advice(folder)}") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: is no state of a training run in format {FORMAT}")
+        raise CheckpointError(f"{path}: is no state of a training run in format {FORMAT}; {_advice(folder)}")
+    if lacking := [key for key in keys if key not in state]:
+        raise CheckpointError(f"{path}: lacks {', '.join(lacking)}; {_advice(folder)}")
     return state
+
+
+@contextmanager
+def refused_state(folder: Path) -> Iterator[None]:
+    """Raises CheckpointError where values of a checkpoint turn out inside the block to be of other kinds or shapes."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"{folder}: holds something else than a run saves ({reason}); {_advice(folder)}"
+        ) from error
+
+
+def _advice(folder: Path) -> str:
+    """What to do about a damaged checkpoint."""
+    if not _NAME.fullmatch(folder.name):
+        return f"move {folder} away; --resume goes on without it, and the next evaluation writes it anew"
+    earlier = [step for step in saved_steps(folder.parent) if checkpoint_folder(folder.parent, step) < folder]
+    then = f"--resume goes on from step {earlier[-1]}" if earlier else "start anew: there is no earlier one"
+    return f"move {folder} away, then {then}"
 
 
 def read_tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
@@ -93,7 +123,7 @@ def read_tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); resume from another checkpoint") from error
+        raise CheckpointError(f"{path}: cannot be read ({error}); {_advice(folder)}") from error
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

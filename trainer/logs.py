@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from intaglio.errors import RuntimeMissingError
+from intaglio.errors import OutputError, RuntimeMissingError
 from intaglio.output import replaced_file
 
 Row = Mapping[str, float]
@@ -29,9 +29,12 @@ class CsvLog:
         self._file = path.open("a", encoding="utf-8", newline="")
 
     def write(self, row: Row) -> None:
-        """One row, in the file when this returns."""
-        self._file.write(",".join(_text(row.get(column)) for column in self._columns) + "\n")
-        self._file.flush()
+        """One row, in the file when this returns. Raises OutputError."""
+        try:
+            self._file.write(",".join(_text(row.get(column)) for column in self._columns) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OutputError(f"{self._file.name}: cannot be written ({error.strerror}); free space") from error
 
     def sync(self) -> None:
         """What was written is on the disk when this returns."""
@@ -49,7 +52,8 @@ def _text(value: float | None) -> str:
 def read_log(path: Path) -> list[dict[str, float]]:
     """The rows of a ``log.csv``, without empty values. A last line that was cut short is left out."""
     rows = []
-    with path.open(encoding="utf-8", newline="") as file:
+    # Damage is a row that cannot be read, like a line that was cut short.
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:
         for line in csv.DictReader(file):
             try:
                 rows.append({key: float(value) for key, value in line.items() if value})

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from intaglio.errors import CancelledError, CheckpointError, InputError, TrainingError
+from intaglio.errors import CancelledError, CheckpointError, InputError, OutputError, TrainingError
 from intaglio.output import replaced_folder
 from intaglio.progress import Progress, ProgressCallback
 from intaglio.trainer import checkpoint as checkpoints
@@ -41,15 +41,26 @@ _TRAINING, _EVALUATION, _RANK = 0, 1, 2
 _STOPS = (None, "patience", "cancelled", "SIGTERM", "SIGINT")
 
 
+# What a checkpoint says beside its tensors; see _save_checkpoint.
+_STATE = (
+    "step", "seconds", "world_size", "recipe", "fingerprint", "frozen", "data", "random", "optimizer",
+    "average_updates", "scaler", "interval", "best", "stale_evaluations",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class TrainingResult:
-    """How a run ended: after which step, with which losses, and what stopped it before its last step."""
+    """How a run ended: after which step, with which losses, and what stopped it before its last step.
+
+    ``skipped`` counts the damaged records that this rank left out, each once an epoch.
+    """
 
     step: int
     loss: float | None
     evaluation_loss: float | None
     best_step: int | None
     stopped: str | None
+    skipped: int = 0
 
 
 class Trainer:
@@ -125,7 +136,7 @@ class Trainer:
         if self._stop is None or self._stop == "patience":
             self._publish()
         best = self._best[1] if self._best else None
-        return TrainingResult(self.step, row.get("loss"), row.get("evaluation_loss"), best, self._stop)
+        return TrainingResult(self.step, row.get("loss"), row.get("evaluation_loss"), best, self._stop, self._skipped)
 
     def _steps(self, log: _Log | None) -> dict[str, float]:
         """All steps that are left; returns the last row of the log."""
@@ -140,7 +151,10 @@ class Trainer:
             self._seconds = time.monotonic() - begun
             evaluation = self._evaluate_if_due()
             if evaluation or self.step % self.train.log_every == 0 or self.step == steps:
-                row = {"step": self.step, **self._interval.row(self.task.unit, self._seconds), **evaluation}
+                row = {"step": self.step, **self._interval.row(self.task.unit, self._seconds)}
+                if self.settings.data.get("skip_bad"):
+                    row["skipped"] = self._skipped
+                row |= evaluation
                 self._interval = _Interval()
                 if log is not None:
                     log.write(row)
@@ -151,6 +165,11 @@ class Trainer:
         if self._stop == "cancelled":
             raise self._cancelled or CancelledError(f"training: cancelled after {self.step} of {steps} steps")
         return row
+
+    @property
+    def _skipped(self) -> int:
+        """Damaged records that this rank left out."""
+        return getattr(self.source, "skipped", 0)
 
     def _advance(self, progress: Progress) -> None:
         try:
@@ -250,12 +269,14 @@ class Trainer:
         found = explain_not_finite(self.task, micro_batches, replay)
         where = "; ".join(dict.fromkeys(text for text in self.ranks.gather(found) if text))
         what = "the gradient" if math.isfinite(loss) else f"the loss is {loss}, which"
-        last = checkpoints.saved_steps(self.checkpoints)
-        kept = f"the checkpoint of step {last[-1]} is kept" if last else "there is no checkpoint yet"
         raise TrainingError(
-            f"step {self.step + 1}: {what} is not finite: {where or 'it was finite when it was computed again'}; {kept}"
-            ". Lower the learning rate, clip gradients, or look at the data"
+            f"step {self.step + 1}: {what} is not finite: {where or 'it was finite when it was computed again'}; "
+            f"{self._kept()}. Lower the learning rate, clip gradients, or look at the data"
         )
+
+    def _kept(self) -> str:
+        last = checkpoints.saved_steps(self.checkpoints)
+        return f"the checkpoint of step {last[-1]} is kept" if last else "there is no checkpoint yet"
 
     # Evaluation
 
@@ -267,6 +288,11 @@ class Trainer:
             return {}
         result = self._evaluate(self.evaluation_source)
         loss = result["evaluation_loss"]
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"step {self.step}: the evaluation's loss is {loss}, which is not finite; {self._kept()}. Lower the "
+                "learning rate, clip gradients, or look at the evaluation's data"
+            )
         if self._best is None or loss < self._best[0]:
             self._best, self._stale_evaluations = (loss, self.step), 0
             self._save_best()
@@ -386,15 +412,34 @@ class Trainer:
                 f"{self.folder}: holds a run with checkpoints, the last of step {steps[-1]}; go on with --resume, or "
                 "train into another folder"
             )
+        self._check_evaluation_data()
         if self.ranks.is_first:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            try:
+                self.checkpoints.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise OutputError(
+                    f"{self.folder}: cannot take a run ({error.strerror}); name a folder that can be written"
+                ) from error
             for left in self.checkpoints.glob(".*"):  # what a killed run left half written or half removed
                 shutil.rmtree(left, ignore_errors=True)
         if steps:
-            self._load_checkpoint(checkpoints.checkpoint_folder(self.checkpoints, steps[-1]))
+            folder = checkpoints.checkpoint_folder(self.checkpoints, steps[-1])
+            with checkpoints.refused_state(folder):
+                self._load_checkpoint(folder)
+
+    def _check_evaluation_data(self) -> None:
+        """Makes a batch of it before the first step: what cannot be evaluated on must not cost steps."""
+        source = self.evaluation_source
+        if source is None or self.train.evaluate_every is None:
+            return
+        start = source.state_dict()
+        batch = next(iter(source), None)
+        if batch is not None:
+            self.task.weight(batch)
+        source.load_state_dict(start)
 
     def _load_checkpoint(self, folder: Path) -> None:
-        state = checkpoints.read_state(folder)
+        state = checkpoints.read_state(folder, _STATE)
         check_same_recipe(state["recipe"], state["world_size"], self.settings, self.ranks.world_size, folder)
         if state["frozen"] != self._frozen:
             raise CheckpointError(
@@ -417,7 +462,9 @@ class Trainer:
             checkpoints.set_random_state(tensors, state["random"][self.ranks.rank])
         self.step, self._seconds = state["step"], state["seconds"]
         self._interval = _Interval(*state["interval"])
-        self._best = tuple(state["best"]) if state["best"] else None
+        # Where its folder was moved away, the next evaluation is the best.
+        kept = state["best"] and (self.checkpoints / "best").is_dir()
+        self._best = tuple(state["best"]) if kept else None
         self._stale_evaluations = state["stale_evaluations"]
 
     # Being asked to stop

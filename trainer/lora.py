@@ -25,6 +25,7 @@ from intaglio.errors import InputError, WeightsError
 from intaglio.exporters.checkpoints.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraModule, open_adapter
 
 _PREFIX = "base_model.model."
+_TARGETS = "ends of module names such as q_proj, a regular expression of whole names, or all-linear"
 
 
 class LoraSettings(BaseModel):
@@ -176,8 +177,8 @@ def _inject(model: nn.Module, config: peft.LoraConfig, name: str) -> list[str]:
             # A second adapter is what is wanted.
             warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
             peft.inject_adapter_in_model(config, model, adapter_name=name)
-    except ValueError as error:  # peft's, for patterns that match nothing and for layers it cannot adapt
-        raise InputError(f"target_modules: {error}") from error
+    except (ValueError, re.error) as error:  # peft's, for patterns that match nothing and for layers it cannot adapt
+        raise InputError(f"target_modules: {error}; expected {_TARGETS}") from error
     for _, layer in _lora_layers(model):
         layer.set_adapter([*others, name])
     trained = lora_parameters(model, name)

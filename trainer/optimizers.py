@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from intaglio.errors import CheckpointError, ConfigError, RuntimeMissingError
 from intaglio.trainer.sharding import like
 
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 OptimizerKind = Literal["sgd", "adamw", "muon", "lion", "shampoo"]
 # Muon is for the weights of the repeated blocks; what comes before and after them is AdamW's.
 _BLOCK = re.compile(r"\.\d+\.")
@@ -23,7 +24,7 @@ _BLOCK = re.compile(r"\.\d+\.")
 class GroupSettings(BaseModel):
     """``[[optimizer.groups]]``: what is different for the parameters whose names match ``match`` (``*`` and ``?``)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     match: list[str] = Field(min_length=1)
     lr_factor: float = Field(default=1.0, ge=0.0)
@@ -34,17 +35,23 @@ class GroupSettings(BaseModel):
 class OptimizerSettings(BaseModel):
     """``[optimizer]`` of a recipe. Weight decay is for tensors of two axes or more unless a group says otherwise."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     kind: OptimizerKind = "adamw"
     lr: float = Field(default=1e-3, gt=0.0)
     weight_decay: float = Field(default=0.01, ge=0.0)
-    betas: tuple[float, float] | None = None
+    betas: tuple[Beta, Beta] | None = None
     momentum: float | None = Field(default=None, ge=0.0, lt=1.0)
     nesterov: bool = False
     eps: float | None = Field(default=None, gt=0.0)
     preconditioning_every: int = Field(default=1, ge=1)
     groups: list[GroupSettings] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _check(self) -> OptimizerSettings:
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov is set without a momentum; give one, such as 0.9, or leave nesterov out")
+        return self
 
 
 class Optimizers:

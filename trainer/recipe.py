@@ -55,7 +55,7 @@ class Recipe(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
     # A folder with tokenizer.json, for data that is text.
     tokenizer: str | None = None
     task: dict[str, Any]
@@ -88,6 +88,8 @@ CHANGEABLE = (
     "evaluation_data",
     "parallel",
     "data.workers",
+    # A run that met a damaged record goes on without it.
+    "data.skip_bad",
 )
 
 

@@ -108,8 +108,9 @@ def build_sources(settings: Recipe, root: Path, ranks: Ranks) -> tuple[Loader, L
     folder = tokenizer_folder(settings, root)
     tokenizer = open_tokenizer(folder) if folder is not None else None
 
-    def build(table: dict[str, Any]) -> Loader:
-        source = build_source(parse_settings(table), seed=settings.seed, root=root, tokenizer=tokenizer)
+    def build(table: dict[str, Any], name: str) -> Loader:
+        source = build_source(parse_settings(table, name), seed=settings.seed, root=root, tokenizer=tokenizer)
         return source.shard(ranks.rank, ranks.world_size) if ranks.world_size > 1 else source
 
-    return build(settings.data), None if settings.evaluation_data is None else build(settings.evaluation_data)
+    evaluation = settings.evaluation_data
+    return build(settings.data, "data"), None if evaluation is None else build(evaluation, "evaluation_data")

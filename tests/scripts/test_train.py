@@ -70,6 +70,17 @@ def test_train_interrupt_resume_and_export(recipe: Path, tmp_path: Path) -> None
     assert exported.returncode == 0, exported.stderr
 
 
+def test_skip_bad_counts(recipe: Path, tmp_path: Path) -> None:
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"text": \n' + data.read_text())
+    command = ["train", recipe, "-o", tmp_path / "run", "--set", "train.steps=3", "--set", "train.plot=false"]
+    refused = command_line(*command)
+    assert refused.returncode == 2 and "line 1: is not JSON" in refused.stderr and "--skip-bad" in refused.stderr
+    done = command_line(*command, "--skip-bad")
+    assert done.returncode == 0, done.stderr
+    assert ", damaged records left out: 1: " in done.stderr.splitlines()[-1]
+
+
 def test_torchrun(recipe: Path, tmp_path: Path) -> None:
     """Two processes, sharded; one of them speaks, and the model is whole."""
     out = tmp_path / "run"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ import pytest
 import safetensors.torch
 import torch
 from ranks import on_ranks
+from safetensors import SafetensorError
 from torch.nn import functional
 from training_parts import ListSource, Regression, recipe, regression_examples
 
-from intaglio.errors import CancelledError, CheckpointError, ConfigError, InputError, TrainingError
+from intaglio.errors import CancelledError, CheckpointError, ConfigError, InputError, OutputError, TrainingError
 from intaglio.trainer import checkpoint, loop
 from intaglio.trainer.checkpoint import saved_steps
 from intaglio.trainer.data.source import Batch
@@ -343,6 +346,18 @@ def test_damaged_checkpoints_are_named(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=f"{name}: cannot be read"):
             build(tmp_path, {"steps": 4}).run(resume=True)
         (folder / name).write_bytes(kept)
+    state = json.loads((folder / "state.json").read_text())
+    for change, message in (
+        ({"step": None}, "lacks step; move .*step-00000002 away, then start anew"),
+        ({"optimizer": []}, "holds something else than a run saves"),
+        ({"random": []}, "holds something else than a run saves"),
+        ({"interval": 3}, "holds something else than a run saves"),
+    ):
+        changed = {name: value for name, value in (state | change).items() if value is not None or name == "best"}
+        (folder / "state.json").write_text(json.dumps(changed))
+        with pytest.raises(CheckpointError, match=message):
+            build(tmp_path, {"steps": 4}).run(resume=True)
+    (folder / "state.json").write_text(json.dumps(state))
     tensors = checkpoint.read_tensors(folder, "weights")
     task = Regression()
     with pytest.raises(CheckpointError, match=r"head\.weight is missing"):
@@ -351,6 +366,54 @@ def test_damaged_checkpoints_are_named(tmp_path: Path) -> None:
         checkpoint.load_weights(task, tensors | {"zzz": torch.zeros(1)}, folder)
     with pytest.raises(CheckpointError, match=r"head\.bias has shape \(2,\), the model \(1,\)"):
         checkpoint.load_weights(task, tensors | {"head.bias": torch.zeros(2)}, folder)
+
+
+def test_the_advice_names_the_checkpoint_before(tmp_path: Path) -> None:
+    build(tmp_path, {"steps": 4, "checkpoint_every": 2}).run()
+    (checkpoint.checkpoint_folder(tmp_path / "checkpoints", 4) / "weights.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"move .*step-00000004 away, then --resume goes on from step 2"):
+        build(tmp_path, {"steps": 6}).run(resume=True)
+
+
+def test_a_log_that_is_damaged_and_a_best_that_is_gone_do_not_stop_a_run(tmp_path: Path) -> None:
+    evaluation = {"evaluate_every": 2}
+
+    def source() -> ListSource:
+        return ListSource(regression_examples(), 8)
+
+    build(tmp_path, {"steps": 2, **evaluation}, evaluation_source=source()).run()
+    (tmp_path / "log.csv").write_bytes(b"step,loss\n\xff\xfe,\x00")
+    shutil.rmtree(tmp_path / "checkpoints" / "best")
+    assert build(tmp_path, {"steps": 2, **evaluation}, evaluation_source=source()).run(resume=True).best_step is None
+    assert build(tmp_path, {"steps": 4, **evaluation}, evaluation_source=source()).run(resume=True).best_step == 4
+
+
+def test_an_evaluation_that_is_not_finite_stops_and_is_not_the_best(tmp_path: Path) -> None:
+    examples = regression_examples()
+    examples["x"] = torch.full_like(examples["x"], math.nan)
+    trainer = build(
+        tmp_path, {"steps": 4, "evaluate_every": 3, "checkpoint_every": 2}, evaluation_source=ListSource(examples, 8)
+    )
+    with pytest.raises(TrainingError, match=r"step 3: the evaluation's loss is nan.*the checkpoint of step 2 is kept"):
+        trainer.run()
+    assert not (tmp_path / "checkpoints" / "best").exists()
+
+
+def test_a_disk_that_is_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(tmp_path, {"steps": 2}).run()
+
+    def full(*_: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(
+        OutputError, match=r"step-00000004: cannot be written .*No space left.*Earlier checkpoints are kept"
+    ):
+        build(tmp_path, {"steps": 4}).run(resume=True)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="file: cannot take a run"):
+        build(tmp_path / "file", {"steps": 2}).run()
 
 
 def test_no_batch_and_nothing_to_predict_are_errors(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from training_data import texts, write_jsonl, write_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import intaglio
-from intaglio.errors import ConfigError, InputError
+from intaglio.errors import CheckpointError, ConfigError, DataError, InputError
 from intaglio.exporters.checkpoints import open_checkpoint
+from intaglio.trainer.checkpoint import saved_steps
 from intaglio.trainer.logs import read_log
 from intaglio.trainer.train import train
 
@@ -146,4 +147,60 @@ def test_bad_recipes_are_refused(folder: Path, tmp_path: Path) -> None:
         build('lora={alpha=2, target_modules="all-linear"}')
     with pytest.raises(InputError, match=r"token id .* in input_ids; the model's vocabulary has 64"):
         build("model.vocab_size=64")
+    with pytest.raises(ConfigError, match=r"lm\.toml: seed: input should be less than"):
+        build("seed=123456789012345678901234567890")
+    with pytest.raises(ConfigError, match=r"optimizer\.betas\.0: input should be less than 1"):
+        build("optimizer.betas=[1.0, 2.0]")
+    with pytest.raises(ConfigError, match=r"optimizer\.lr: input should be a finite number"):
+        build("optimizer.lr=inf")
+    with pytest.raises(ConfigError, match=r"nesterov is set without a momentum"):
+        build("optimizer.kind=sgd", "optimizer.nesterov=true")
+    with pytest.raises(ConfigError, match=r"hidden size \(32\) is not a multiple of the number of attention heads"):
+        build("model.num_attention_heads=3")
+    with pytest.raises(ConfigError, match=r"'hidden_size' expected int, got str.*mend them"):
+        build("model.hidden_size=wide")
+    with pytest.raises(ConfigError, match=r"num_attention_heads is 2, no multiple of num_key_value_heads, 3"):
+        build("model.num_key_value_heads=3")
+    with pytest.raises(InputError, match=r"target_modules: missing \).*expected ends of module names"):
+        build('lora={rank=2, alpha=4, target_modules="(("}')
+    with pytest.raises(ConfigError, match=r"the \[evaluation_data\] table cannot be used: evaluation_data"):
+        build("evaluation_data.format=jsn")
     assert not (tmp_path / "x" / "model").exists()
+
+
+def test_a_folder_whose_config_is_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    train(folder / "lm.toml", tmp_path / "run", overrides=["train.steps=1"])
+    model = tmp_path / "run" / "model"
+    config = json.loads((model / "config.json").read_text())
+    setting = f'model={{path="{model}"}}'
+    (model / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
+    with pytest.raises(CheckpointError, match=r"cannot be loaded.*get its files again"):
+        train(folder / "lm.toml", tmp_path / "x", overrides=[setting])
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:2000])
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        train(folder / "lm.toml", tmp_path / "x", overrides=[setting])
+
+
+def test_evaluation_data_without_a_batch_is_found_before_the_first_step(folder: Path, tmp_path: Path) -> None:
+    (folder / "empty.jsonl").write_text("")
+    rows: list[object] = []
+    with pytest.raises(DataError, match=r"empty\.jsonl: an epoch has no batch"):
+        train(folder / "lm.toml", tmp_path, overrides=['evaluation_data.files=["empty.jsonl"]'], report=rows.append)
+    assert not rows and not list((tmp_path).rglob("*.safetensors"))
+
+
+def test_a_run_that_met_a_damaged_record_goes_on_without_it(folder: Path, tmp_path: Path) -> None:
+    """--skip-bad may be given on resuming; the count is in the log and the result."""
+    lines = (folder / "train.jsonl").read_text().splitlines()
+    (folder / "bad.jsonl").write_text("\n".join([*lines[:100], '{"text": ', *lines[100:]]) + "\n")
+    changes = ['data.files=["bad.jsonl"]', "data.shuffle=false", "train.steps=80", "train.log_every=1"]
+    with pytest.raises(DataError, match=r"bad\.jsonl, line 101: .*--skip-bad"):
+        train(folder / "lm.toml", tmp_path, overrides=changes)
+    steps = saved_steps(tmp_path / "checkpoints")
+    assert steps
+    rows: list[dict[str, float]] = []
+    changes += ["data.skip_bad=true", f"train.steps={steps[-1] + 20}"]
+    result = train(folder / "lm.toml", tmp_path, resume=True, overrides=changes, report=rows.append)  # type: ignore[arg-type]
+    assert rows[0]["step"] == steps[-1] + 1
+    assert result.skipped == rows[-1]["skipped"] == read_log(tmp_path / "log.csv")[-1]["skipped"] >= 1

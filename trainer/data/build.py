@@ -47,6 +47,8 @@ def build(settings: DataSettings, seed: int, root: Path, tokenizer: Tokenizer | 
     root = root.resolve()
     transform, packing = _transform(settings, tokenizer)
     identity = {**settings.model_dump(mode="json", exclude=_NOT_IDENTITY | _FILES), "seed": seed}
+    # Leaving damaged records out does not move the others: a run that met one may go on without it.
+    identity["skip_bad"] = False
     if isinstance(settings, NpyData | IdxData):
         identity["fields"] = list(settings.arrays)
     if tokenizer is not None and not isinstance(settings, TokensData):

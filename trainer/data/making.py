@@ -64,7 +64,9 @@ class Maker:
             except IntaglioError as error:
                 damage = Damage(self.where(draw), str(error))
                 if not self.skip_bad:
-                    raise DataError(f"{damage}. Mend the record, or leave such records out with skip_bad") from error
+                    raise DataError(
+                        f"{damage}. Mend the record, or leave such records out with --skip-bad (data.skip_bad)"
+                    ) from error
                 damages.append(damage)
         if not self.collated:
             return Made({}, examples, damages)

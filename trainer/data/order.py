@@ -176,7 +176,7 @@ class StreamOrder:
                 elif self._skip_bad:
                     self._damages.append(item)
                 else:
-                    raise DataError(f"{item}. Mend the file, or leave such records out with skip_bad")
+                    raise DataError(f"{item}. Mend the file, or leave such records out with --skip-bad (data.skip_bad)")
 
     def _read_again(self, places: list[tuple[int, ...]]) -> list[Record]:
         wanted: dict[int, dict[Offset, int]] = {}

@@ -217,15 +217,15 @@ DataSettings = Annotated[
 ]
 
 
-def parse_settings(table: Mapping[str, Any]) -> DataSettings:
-    """The settings of a ``[data]`` table. Raises ConfigError naming each key that is wrong."""
+def parse_settings(table: Mapping[str, Any], name: str = "data") -> DataSettings:
+    """The settings of a table of data, ``name`` in the recipe. Raises ConfigError naming each key that is wrong."""
     try:
         return TypeAdapter(DataSettings).validate_python(table)
     except ValidationError as error:
         found = "; ".join(
-            f"{'.'.join(['data', *(str(part) for part in line['loc'])])}: {line['msg']}" for line in error.errors()
+            f"{'.'.join([name, *(str(part) for part in line['loc'])])}: {line['msg']}" for line in error.errors()
         )
-        raise ConfigError(f"the [data] table cannot be used: {found}") from error
+        raise ConfigError(f"the [{name}] table cannot be used: {found}") from error
 
 
 def build_source(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from intaglio.errors import CheckpointError, ConfigError
@@ -36,6 +37,7 @@ def build_causal_lm(settings: Mapping[str, Any], root: Path) -> nn.Module:
 
 
 def _from_folder(folder: Path) -> nn.Module:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if not (folder / "config.json").is_file():
@@ -53,12 +55,14 @@ def _from_folder(folder: Path) -> nn.Module:
             load_quantized(model, folder)
             return model
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder}: cannot be loaded ({error})") from error
+    except (OSError, ValueError, TypeError, RuntimeError, StrictDataclassError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{folder}: cannot be loaded ({reason}); get its files again") from error
     return model
 
 
 def _from_values(architecture: str, values: Mapping[str, Any]) -> nn.Module:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     # transformers takes any key and forgets it: one that no config has is a spelling mistake.
@@ -69,6 +73,11 @@ def _from_values(architecture: str, values: Mapping[str, Any]) -> nn.Module:
             hint = f"did you mean {near[0]}?" if near else f"expected a key of the config of {architecture}"
             raise ConfigError(f"model.{key} is unknown; {hint}")
     try:
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **values), dtype=torch.float32)
-    except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
-        raise ConfigError(f"model: {architecture} cannot be built from these values ({error})") from error
+        config = AutoConfig.for_model(architecture, **values)
+        heads, groups = config.num_attention_heads, config.num_key_value_heads
+        if heads % groups:
+            raise ValueError(f"num_attention_heads is {heads}, no multiple of num_key_value_heads, {groups}")
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (ValueError, TypeError, RuntimeError, ArithmeticError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"model: {architecture} cannot be built from these values ({reason}); mend them") from error
