@@ -7,7 +7,6 @@ matrix.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +33,8 @@ _TRANSFORMER = (
 _TEXT_ENCODER = ("text_encoder.", "lora_te_", "lora_te1_", "lora_text_encoder_")
 _PREFIXES = {"transformer": _TRANSFORMER, "text_encoder": _TEXT_ENCODER, "language_model": _TEXT_ENCODER}
 _SHOWN = 4
+# Far beyond any that is of use; much larger ones would overflow what they are multiplied with.
+_MAX_STRENGTH = 10_000
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,15 @@ class Claims:
 def open_loras(files: Iterable[str | Path | tuple[str | Path, float]]) -> tuple[Lora, ...]:
     """Opens adapters, each a path or a path with a strength, and reads that all their values are finite.
 
-    Raises CheckpointError, and InputError for a strength that is no finite number or a file that is named twice.
+    Raises CheckpointError, and InputError for a strength out of range or a file that is named twice.
     """
     loras: list[Lora] = []
     for entry in files:
         path, strength = entry if isinstance(entry, tuple) else (entry, 1.0)
-        if not math.isfinite(strength):
-            raise InputError(f"--lora {path}: the strength is {strength}, expected a finite number")
+        if not abs(strength) <= _MAX_STRENGTH:
+            raise InputError(
+                f"--lora {path}: the strength is {strength}, expected a number from {-_MAX_STRENGTH} to {_MAX_STRENGTH}"
+            )
         adapter = open_adapter(path)
         if any(adapter.files[0].resolve() == other.adapter.files[0].resolve() for other in loras):
             raise InputError(f"--lora {path}: is given twice; give it once, with the sum of the strengths")

@@ -215,7 +215,11 @@ def test_names_without_the_head_and_in_kohyas_spelling(checkpoint: Path, tmp_pat
 
 def test_bad_adapters(checkpoint: Path, tmp_path: Path) -> None:
     a = write_adapter(tmp_path / "a")
-    for lora, message in (([(a, float("nan"))], "the strength is nan"), ([a, (a, 0.5)], "is given twice")):
+    for lora, message in (
+        ([(a, float("nan"))], "the strength is nan"),
+        ([(a, -1e39)], "the strength is -1e"),
+        ([a, (a, 0.5)], "is given twice"),
+    ):
         with pytest.raises(InputError, match=message):
             intaglio.export(checkpoint, tmp_path / "bundle", lora=lora)
     wrong: dict[str, Any] = {"vocab_size": 260, "intermediate_size": 64}
