@@ -29,6 +29,8 @@ from rich.text import Text
 from intaglio.errors import InputError
 from intaglio.progress import ProgressCallback, ProgressEvent
 
+# The exit code of a command that SIGINT ended, as shells have it.
+INTERRUPTED = 130
 # stdout carries only the result; everything else goes to stderr.
 err = Console(stderr=True, highlight=False, emoji=False)
 

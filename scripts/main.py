@@ -13,9 +13,8 @@ import typer
 
 from intaglio.errors import IntaglioError
 from intaglio.scripts import bench, compile_, convert, export, inspect_, parity, run, train
-from intaglio.scripts.console import ReaderGoneError, say, write
+from intaglio.scripts.console import INTERRUPTED, ReaderGoneError, say, write
 
-_INTERRUPTED = 130
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -64,7 +63,7 @@ def main() -> None:
 def _run() -> int:
     try:
         code = app(standalone_mode=False)
-        if code == _INTERRUPTED:  # some versions of Typer end a KeyboardInterrupt so
+        if code == INTERRUPTED:  # some versions of Typer end a KeyboardInterrupt so
             say("interrupted")
         return code if isinstance(code, int) else 0
     except ReaderGoneError:
@@ -82,11 +81,11 @@ def _run() -> int:
         # Typer brings its own copy of click, or not, depending on its version: told by what they can do.
         if type(error).__name__ == "Abort":
             say("interrupted")
-            return _INTERRUPTED
+            return INTERRUPTED
         if hasattr(error, "show") and hasattr(error, "exit_code"):
             error.show()
             return int(error.exit_code)
         raise
     except KeyboardInterrupt:
         say("interrupted")
-        return _INTERRUPTED
+        return INTERRUPTED

@@ -11,9 +11,8 @@ from typing import Annotated
 import typer
 
 import intaglio
-from intaglio.scripts.console import Quiet, progress_bar, say
+from intaglio.scripts.console import INTERRUPTED, Quiet, progress_bar, say
 
-_INTERRUPTED = 130
 _SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -38,8 +37,8 @@ def train(
 
     On several processes: torchrun --nproc-per-node 2 --no-python intaglio train RECIPE.
     """
-    if os.environ.get("RANK", "0") != "0":
-        quiet = True  # one of torchrun's processes speaks
+    is_first = os.environ.get("RANK", "0") == "0"  # one of torchrun's processes speaks
+    quiet = quiet or not is_first
     folder = output if output is not None else Path("runs") / recipe.stem
     overrides = [*(set_ or ()), *(["data.skip_bad=true"] if skip_bad else [])]
     with progress_bar(quiet=quiet) as progress:
@@ -51,9 +50,9 @@ def train(
         again = f"intaglio train {recipe} -o {folder} --resume{' --skip-bad' if skip_bad else ''}"
         say(
             f"stopped by {result.stopped} after step {result.step}{left_out}; to go on: {again}",
-            quiet=os.environ.get("RANK", "0") != "0",
+            quiet=not is_first,
         )
-        raise typer.Exit(_INTERRUPTED)
+        raise typer.Exit(INTERRUPTED)
     why = " (the evaluation got no better)" if result.stopped else ""
     best = f"; the best, of step {result.best_step}, in {folder / 'best'}" if result.best_step is not None else ""
     say(f"trained {result.step} steps{why}{left_out}: {folder / 'model'}{best}", quiet=quiet)

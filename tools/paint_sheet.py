@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 import intaglio
 
-# The captions that the emoji painter's README shows, none of them picked by how it came out.
+# Captions of the emoji painter's data, none of them picked by how it comes out.
 PROMPTS = (
     *("red apple", "banana", "watermelon", "carrot", "hamburger", "pizza", "hot dog", "cat face"),
     *("dog face", "lion", "penguin", "tropical fish", "tulip", "cactus", "mushroom", "four leaf clover"),

@@ -118,12 +118,11 @@ class Loader:
         return count // size if self.plan.drop_last else -(-count // size)
 
     def state_dict(self) -> dict[str, Any]:
-        order = self._loaded if self._cursor.order is None else self._cursor.order.plain()
         return {
             "fingerprint": self.fingerprint,
             "data": self._described,
             "epoch": self._cursor.epoch,
-            "order": order,
+            "order": self._order_state(),
             "tokens": self._cursor.tokens,
             "skipped": self.skipped if self._cursor.skipped is None else self._cursor.skipped,
         }
@@ -190,8 +189,11 @@ class Loader:
         if self._cursor.epoch == epoch:  # there was nothing after the place that was loaded
             self._cursor, self._loaded = _Cursor(epoch + 1), {}
 
+    def _order_state(self) -> dict[str, Any]:
+        return self._loaded if self._cursor.order is None else self._cursor.order.plain()
+
     def _order(self) -> Order:
-        state = self._loaded if self._cursor.order is None else self._cursor.order.plain()
+        state = self._order_state()
         maker, plan, epoch = self.plan.maker, self.plan, self._cursor.epoch
         if isinstance(maker.reader, StreamReader):
             buffer = plan.buffer if plan.shuffle else 1

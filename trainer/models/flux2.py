@@ -17,6 +17,7 @@ from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
 from transformers import Qwen3Config, Qwen3Model
 
 from intaglio.errors import CheckpointError, ConfigError
+from intaglio.runtimes import latents
 
 
 def component(role: str, settings: Mapping[str, Any], root: Path) -> Any:
@@ -103,15 +104,13 @@ def _statistics(vae: AutoencoderKLFlux2) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def image_ids(height: int, width: int) -> torch.Tensor:
-    """Position ids of the picture's tokens, ``[S, 4]``: (0, row, column, 0), row by row."""
-    zero = torch.zeros(1, dtype=torch.int64)
-    return torch.cartesian_prod(zero, torch.arange(height), torch.arange(width), zero)
+    """Position ids of the picture's tokens, int64 ``[S, 4]``, as the runtime gives them."""
+    return torch.from_numpy(latents.image_ids(height, width))
 
 
 def text_ids(length: int) -> torch.Tensor:
-    """Position ids of the text's tokens, ``[T, 4]``: (0, 0, 0, position)."""
-    zero = torch.zeros(1, dtype=torch.int64)
-    return torch.cartesian_prod(zero, zero, zero, torch.arange(length))
+    """Position ids of the text's tokens, int64 ``[T, 4]``, as the runtime gives them."""
+    return torch.from_numpy(latents.text_ids(length))
 
 
 def conditioning(

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from intaglio.errors import InputError
+from intaglio.trainer.data.packing import IGNORED
 from intaglio.trainer.data.source import Batch
 from intaglio.trainer.models.causal_lm import build_causal_lm
 from intaglio.trainer.recipe import checked
@@ -21,7 +22,6 @@ from intaglio.trainer.saving import copy_tokenizer, save_quantized
 from intaglio.trainer.tasks.task import Losses, Task
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-IGNORED = -100
 # Logits of more values are made piece by piece, forward and backward: 256 MiB in float32.
 _MAX_LOGITS = 1 << 26
 
