@@ -23,7 +23,7 @@ def main() -> int:
     unmapped = []
     for name in listed:
         path = ROOT / name
-        if not path.is_file() or Path(name).parts[0] in ("tests", "tools", ".ci", "benchmarks"):
+        if not path.is_file() or Path(name).parts[0] in ("tests", "tools", ".ci", "benchmarks", "recipes"):
             continue
         room = next((folder for folder in mapped if folder in path.parents), None)
         if room is None:
