@@ -91,6 +91,9 @@ class Trainer:
         self.task = task.to(self.device)
         self._frozen = checkpoints.frozen_fingerprint(task)
         self._check_parallel()
+        if self.train.compile:
+            for module in self.task.heavy_modules():
+                module.compile()
         self._module = parallelize(self.task, settings.parallel.kind, self.ranks)
         self.parameters = checkpoints.trained_parameters(self.task)
         if not self.parameters:
@@ -112,6 +115,8 @@ class Trainer:
     def _check_parallel(self) -> None:
         if self.ranks.world_size == 1 or self.settings.parallel.kind == "ddp":
             return
+        if self.train.compile:
+            raise InputError("parallel.kind is fsdp, whose hooks torch.compile would run around; leave train.compile out")
         if self.train.precision == "float16":
             raise InputError("parallel.kind is fsdp, which does not scale losses for float16; use bfloat16, or ddp")
         if self.settings.optimizer.kind == "shampoo":
@@ -266,7 +271,8 @@ class Trainer:
         def replay(index: int) -> torch.Tensor:
             return self._losses(micro_batches[index], _TRAINING, self.step, index).total
 
-        found = explain_not_finite(self.task, micro_batches, replay)
+        with torch.compiler.set_stance("force_eager"):  # compiled modules call no hooks of modules within them
+            found = explain_not_finite(self.task, micro_batches, replay)
         where = "; ".join(dict.fromkeys(text for text in self.ranks.gather(found) if text))
         what = "the gradient" if math.isfinite(loss) else f"the loss is {loss}, which"
         raise TrainingError(

@@ -31,6 +31,8 @@ class TrainSettings(BaseModel):
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     ema: float | None = Field(default=None, gt=0.0, lt=1.0)
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    # The models go through torch.compile: minutes before the first step, then fewer seconds a step.
+    compile: bool = False
     log_every: int = Field(default=10, ge=1)
     checkpoint_every: int = Field(default=500, ge=1)
     keep: int = Field(default=2, ge=1)

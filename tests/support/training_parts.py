@@ -86,6 +86,9 @@ class Regression(Task):
     def units(self, batch: Batch) -> int:
         return len(batch["x"])
 
+    def heavy_modules(self) -> list[nn.Module]:
+        return list(self.blocks)
+
     def forward(self, batch: Batch, generator: torch.Generator) -> Losses:
         x = batch["x"]
         x = x + self.noise * torch.randn(x.shape, generator=generator)

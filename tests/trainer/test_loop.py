@@ -136,6 +136,21 @@ def test_bfloat16_learns_and_keeps_float32_weights(tmp_path: Path) -> None:
     assert all(p.dtype == torch.float32 for p in trainer.parameters.values())
 
 
+def test_compiled_training_learns_the_same_and_still_names_what_is_not_finite(tmp_path: Path) -> None:
+    torch.compiler.reset()
+    trainers = [build(tmp_path / str(compile), {"steps": 4, "compile": compile}, dropout=0.0) for compile in (0, 1)]
+    for trainer in trainers:
+        trainer.run()
+    assert torch._dynamo.utils.counters["frames"]["ok"] > 0
+    plain, compiled = map(weights, trainers)
+    for name, tensor in plain.items():
+        torch.testing.assert_close(compiled[name], tensor, rtol=1e-5, atol=1e-6)
+    broken = build(tmp_path / "broken", {"steps": 3, "compile": True})
+    broken.task.get_submodule("blocks.0.norm").register_forward_hook(lambda module, inputs, output: output / 0.0)
+    with pytest.raises(TrainingError, match=r"the output of blocks\.0\.norm;"):
+        broken.run()
+
+
 def test_resume_names_what_may_not_differ(tmp_path: Path) -> None:
     build(tmp_path, {"steps": 2}).run()
     with pytest.raises(InputError, match="--resume"):

@@ -36,6 +36,9 @@ class AdaptedTask(Task):
         """The model that has the adapter."""
         return next(model for name in _MODELS if isinstance(model := getattr(self.task, name, None), nn.Module))
 
+    def heavy_modules(self) -> list[nn.Module]:
+        return self.task.heavy_modules()
+
     def weight(self, batch: Batch) -> int:
         return self.task.weight(batch)
 

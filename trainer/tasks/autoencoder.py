@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKLFlux2
 from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
 from torch.nn import functional
 
 from intaglio.trainer.data.source import Batch
@@ -41,6 +42,9 @@ class AutoencoderTask(Task):
         super().__init__()
         self.vae = vae
         self.kl_weight, self.edge_weight = kl_weight, edge_weight
+
+    def heavy_modules(self) -> list[nn.Module]:
+        return [self.vae.encoder, self.vae.decoder]
 
     def weight(self, batch: Batch) -> int:
         return len(batch["pixel_values"])

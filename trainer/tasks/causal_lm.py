@@ -49,6 +49,9 @@ class CausalLM(Task):
         self.model: Any = model
         self._tokenizer, self._dtype = tokenizer, dtype
 
+    def heavy_modules(self) -> list[nn.Module]:
+        return [self.model.get_decoder()]
+
     def weight(self, batch: Batch) -> int:
         """The number of predicted tokens. Raises InputError for a token id that the vocabulary has not."""
         for name in ("input_ids", "labels"):

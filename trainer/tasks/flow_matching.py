@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2Transformer2DModel
 from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
 from transformers import Qwen3Model
 
 from intaglio.errors import ConfigError
@@ -85,6 +86,9 @@ class FlowMatchingTask(Task):
         super().train(mode)
         self.vae.eval()  # its batch norm would go on learning
         return self
+
+    def heavy_modules(self) -> list[nn.Module]:
+        return [self.transformer, self.text_encoder]
 
     def weight(self, batch: Batch) -> int:
         return len(batch["pixel_values"])

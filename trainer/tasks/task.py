@@ -36,6 +36,10 @@ class Task(nn.Module):
         """The summed loss. All that is random comes from ``generator``, which the loop seeds anew for every batch."""
         raise NotImplementedError
 
+    def heavy_modules(self) -> list[nn.Module]:
+        """The modules that ``train.compile`` compiles: those that are called, and whose work is worth it."""
+        raise NotImplementedError
+
     def measures(self, loss: float) -> dict[str, float]:
         """What an evaluation whose mean loss is ``loss`` says beside it, such as the perplexity."""
         return {}
