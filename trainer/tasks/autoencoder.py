@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch.nn import functional
 
 from intaglio.trainer.data.source import Batch
-from intaglio.trainer.models.flux2 import component, pack
+from intaglio.trainer.models.flux2 import check_size, component, pack
 from intaglio.trainer.recipe import checked
 from intaglio.trainer.tasks.task import Losses, Task
 
@@ -43,6 +43,8 @@ class AutoencoderTask(Task):
         self.kl_weight, self.edge_weight = kl_weight, edge_weight
 
     def weight(self, batch: Batch) -> int:
+        """The number of pictures. Raises ConfigError for a size that the autoencoder does not take."""
+        check_size(self.vae, batch["pixel_values"])
         return len(batch["pixel_values"])
 
     def forward(self, batch: Batch, generator: torch.Generator) -> Losses:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_painter import LENGTH, MODEL, TASK, VAE, write_tokenizer
+from tiny_painter import LENGTH, MODEL, TASK, TEXT_ENCODER, TRANSFORMER, VAE, write_tokenizer
 
 import intaglio
 from intaglio.errors import ConfigError
@@ -28,10 +28,10 @@ def _batch(count: int, size: int = 32) -> dict[str, torch.Tensor]:
     return {"pixel_values": pixels, "input_ids": ids, "attention_mask": mask}
 
 
-def _painter(tmp_path: Path, **settings: Any) -> flow_matching.FlowMatchingTask:
+def _painter(tmp_path: Path, model: dict[str, Any] = MODEL, **settings: Any) -> flow_matching.FlowMatchingTask:
     torch.manual_seed(3)
     tokenizer = write_tokenizer(tmp_path / "tokenizer")
-    task = flow_matching.build_task({**TASK, **settings}, MODEL, root=tmp_path, tokenizer=tokenizer)
+    task = flow_matching.build_task({**TASK, **settings}, model, root=tmp_path, tokenizer=tokenizer)
     for parameter in task.transformer.parameters():
         if not parameter.any():  # it starts as the identity, which would hide everything
             parameter.data.normal_(std=0.05)
@@ -82,11 +82,40 @@ def test_the_painter_learns_and_leaves_its_autoencoder_alone(tmp_path: Path) -> 
     assert all(p.grad is None for p in task.vae.parameters())
 
 
-def test_a_frozen_text_encoder_gets_no_gradient(tmp_path: Path) -> None:
-    task = _painter(tmp_path, train_text_encoder=False)
+@pytest.mark.parametrize(
+    ("layers", "deeper", "blocks"),
+    [([1, 2], 1, (1, 1)), ([1, 2], 0, (1, 1)), ([0, 0], 0, (1, 1)), ([1, 2], 2, (2, 0)), ([0, 1], 0, (0, 2))],
+)
+@pytest.mark.parametrize("train_text_encoder", [True, False])
+def test_trained_is_what_gets_a_gradient(
+    tmp_path: Path, layers: list[int], deeper: int, blocks: tuple[int, int], train_text_encoder: bool
+) -> None:
+    """Text-encoder layers above the conditioning, the final norm, and ends of the transformer are frozen."""
+    model = {
+        **MODEL,
+        "text_encoder": {**TEXT_ENCODER, "num_hidden_layers": 2 + deeper},
+        "transformer": {**TRANSFORMER, "num_layers": blocks[0], "num_single_layers": blocks[1]},
+    }
+    task = _painter(tmp_path, model, text_encoder_out_layers=layers, train_text_encoder=train_text_encoder)
     task(_batch(2), torch.Generator()).total.backward()
-    assert all(p.grad is None for p in task.text_encoder.parameters())
-    assert any(p.grad is not None for p in task.transformer.parameters())
+    trained = {name for name, parameter in task.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, parameter in task.named_parameters() if parameter.grad is not None}
+    assert any(name.startswith("transformer.") for name in trained)
+    assert any(name.startswith("text_encoder.") for name in trained) == train_text_encoder
+
+
+def test_data_that_the_painter_is_not_made_for_is_refused(tmp_path: Path) -> None:
+    task = _painter(tmp_path)
+    with pytest.raises(ConfigError, match=r"caption_length .* is 8, and task\.max_sequence_length, .* is 16; set both"):
+        _painter(tmp_path, max_sequence_length=16).weight(_batch(2))
+    with pytest.raises(ConfigError, match="the data has no captions"):
+        task.weight({"pixel_values": _batch(2)["pixel_values"]})
+    said = "size .* is 36 x 36 pixels; the autoencoder takes multiples of 8 x 8, such as 32 x 32"
+    vae = autoencoder.build_task({"kind": "autoencoder"}, VAE, root=tmp_path, tokenizer=None)
+    for refusing in (task, vae):
+        with pytest.raises(ConfigError, match=said):
+            refusing.weight(_batch(2, 36))
+        assert refusing.weight(_batch(2, 40)) == 2
 
 
 def test_remembered_latents_are_those_of_the_autoencoder(tmp_path: Path) -> None:
