@@ -92,7 +92,7 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
         ([1, 3], TRANSFORMER, "expected layers from 0 to 2"),
         ([], TRANSFORMER, "expected layers from 0 to 2"),
         ([1], TRANSFORMER, "1 layers of 64 are 64 wide"),
-        ([1, 2], {**TRANSFORMER, "guidance_embeds": True}, "guidance_embeds of the transformer is true.*set it to false"),
+        ([1, 2], {**TRANSFORMER, "guidance_embeds": True}, "guidance_embeds .* is true.*set it to false"),
         ([1, 2], {**TRANSFORMER, "in_channels": 8}, "the packed latents have 16 channels"),
     ],
 )
