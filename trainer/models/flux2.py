@@ -7,6 +7,7 @@ tokens. Latents are packed and normalised as Flux2KleinPipeline does it, so a tr
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,14 +19,15 @@ from transformers import Qwen3Config, Qwen3Model
 
 from intaglio.errors import CheckpointError, ConfigError
 from intaglio.runtimes import latents
+from intaglio.trainer.loading import load_quantized
 
 
 def component(role: str, settings: Mapping[str, Any], root: Path) -> Any:
     """The ``vae``, ``transformer`` or ``text_encoder`` of a recipe's table: from a folder, or with fresh weights.
 
     ``settings`` is ``{"path": FOLDER}``, relative to ``root``, or the values of the published ``config.json``. Weights
-    are float32. Raises ConfigError for a key that the model does not have, CheckpointError for a folder that cannot
-    be read.
+    are float32; layers that are packed in the folder stay so, and are not trained. Raises ConfigError for a key that
+    the model does not have, CheckpointError for a folder that cannot be read, WeightsError for one of other tensors.
     """
     path, values = settings.get("path"), {key: value for key, value in settings.items() if key != "path"}
     if path is None:
@@ -36,7 +38,13 @@ def component(role: str, settings: Mapping[str, Any], root: Path) -> Any:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder}: has no config.json; path names the folder of a {role}, as it is published")
     try:
-        return _CLASSES[role].from_pretrained(folder, local_files_only=True, torch_dtype=torch.float32)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not config.get("quantization"):
+            return _CLASSES[role].from_pretrained(folder, local_files_only=True, torch_dtype=torch.float32)
+        own = {key: value for key, value in config.items() if key != "quantization" and not key.startswith("_")}
+        model = _BUILDERS[role](own)
+        load_quantized(model, folder)
+        return model
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{folder}: cannot be read as {_CLASSES[role].__name__} ({error})") from error
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 from intaglio.trainer.data.source import Batch
 from intaglio.trainer.models.flux2 import check_size, component, pack
 from intaglio.trainer.recipe import checked
+from intaglio.trainer.saving import save_quantized
 from intaglio.trainer.tasks.task import Losses, Task
 
 
@@ -66,7 +67,7 @@ class AutoencoderTask(Task):
         return Losses(total * count, {"pixel": pixel * count, "edge": edge * count, "kl": kl * count})
 
     def save(self, folder: Path) -> None:
-        self.vae.save_pretrained(folder)
+        save_quantized(self.vae, folder)
 
 
 def build_task(
