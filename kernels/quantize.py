@@ -138,7 +138,8 @@ def _ternary(groups: Any, arithmetic: Arithmetic) -> Steps:
 
 def _int8(groups: Any, arithmetic: Arithmetic) -> Steps:
     xp = arithmetic.namespace
-    scales = _held(xp.amax(xp.abs(groups), -1)[..., None] / 127, arithmetic, _LARGEST_INT8_SCALE)
+    largest = _divided(xp.amax(xp.abs(groups), -1)[..., None], 127, xp)
+    scales = _held(largest, arithmetic, _LARGEST_INT8_SCALE)
     return Steps(_whole(groups / scales, -127, 127, xp), scales, None)
 
 
@@ -147,7 +148,7 @@ def _affine4(groups: Any, arithmetic: Arithmetic) -> Steps:
     low, high = xp.amin(groups, -1)[..., None], xp.amax(groups, -1)[..., None]
     from_low = xp.abs(low) > xp.abs(high)
     # As small as MLX lets a scale become.
-    span = xp.clip((high - low) / 15, 1e-7, None)
+    span = xp.clip(_divided(high - low, 15, xp), 1e-7, None)
     scales, ends = xp.where(from_low, span, -span), xp.where(from_low, low, high)
     # How many steps zero is away from that end.
     count = xp.round(ends / scales)
@@ -159,6 +160,11 @@ def _affine4(groups: Any, arithmetic: Arithmetic) -> Steps:
     small = xp.abs(offsets) < SMALLEST_SCALE
     offsets = xp.clip(arithmetic.to_bfloat16(xp.where(small, 0.0, offsets)), -LARGEST_SCALE, LARGEST_SCALE)
     return Steps(_whole((groups - offsets) / scales, 0, 15, xp), scales, offsets)
+
+
+def _divided(values: Any, divisor: int, xp: Any) -> Any:
+    # By an array: by a Python number, torch multiplies with the rounded reciprocal on a GPU, and divides on a CPU.
+    return values / xp.full_like(values, divisor)
 
 
 def _whole(values: Any, low: int, high: int, xp: Any) -> Any:

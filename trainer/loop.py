@@ -101,7 +101,7 @@ class Trainer:
         self.optimizers = build_optimizers(self.parameters, settings.optimizer)
         self._rates = [(group, group["lr"]) for o in self.optimizers.all for group in o.param_groups]
         self._factor = learning_rate_factor(settings.schedule, self.train.steps)
-        self.average = WeightAverage(self.parameters, self.train.ema) if self.train.ema else None
+        self.average = WeightAverage(self._weights(), self.train.ema) if self.train.ema else None
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.train.precision == "float16")
         self._generator = torch.Generator(self.device)
         self.step = 0

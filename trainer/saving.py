@@ -11,7 +11,8 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,19 +53,23 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 def save_quantized(model: Any, folder: Path, dtype: torch.dtype | None = None) -> list[Path]:
     """Writes a model of transformers or diffusers into ``folder``, its quantized layers packed; returns the files.
 
-    All that is dense is written as ``dtype``, float32, float16 or bfloat16, or in the type it has. ``config.json``
-    says in ``quantization`` what is packed how, as mlx-lm writes it: a common setting, and those of layers that have
-    another. Raises WeightsError on a packed weight that is not finite, or a dense one that ``dtype`` does not hold.
+    Dense parameters are written as ``dtype``, float32, float16 or bfloat16, or in the type they have; buffers in the
+    type they have: they are few, and a batch norm divides by its statistics. ``config.json`` says in ``quantization``
+    what is packed how, as mlx-lm writes it: a common setting, and those of layers that have another. Raises
+    WeightsError on a packed weight that is not finite, or a dense one that ``dtype`` does not hold.
     """
     packed = _packed(model)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         # Which tensors a model has in a file, and under which names, is known to its own library.
-        model.save_pretrained(temporary)
+        with _without_progress_bars():
+            model.save_pretrained(temporary)
         written = open_checkpoint(temporary)
         stem = re.sub(r"-\d+-of-\d+$", "", written.files[0].stem)
+        buffers = dict(model.named_buffers())
         dense = _without(written.tensors, packed)
-        tensors = {**packed, **{name: _dense(tensor, dtype) for name, tensor in dense.items()}}
+        tensors: dict[str, CheckpointTensor] = {**packed}
+        tensors |= {name: tensor if name in buffers else _dense(tensor, dtype) for name, tensor in dense.items()}
         files = write_shards(folder, tensors, {"format": "mlx" if packed else "pt"}, stem=stem)
         config = dict(written.config)
         if dtype is not None and "dtype" in config:
@@ -76,6 +81,21 @@ def save_quantized(model: Any, folder: Path, dtype: torch.dtype | None = None) -
             if file.name != "config.json" and ".safetensors" not in file.name:
                 shutil.copyfile(file, folder / file.name)
     return files
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Inside, transformers draws none: the loop reports its own progress."""
+    from transformers.utils import logging
+
+    wanted = logging.is_progress_bar_enabled()
+    if wanted:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if wanted:
+            logging.enable_progress_bar()
 
 
 def _packed(model: nn.Module) -> dict[str, ArrayTensor]:

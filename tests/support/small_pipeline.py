@@ -1,7 +1,8 @@
 """A tiny pipeline of random weights for pictures of 64 pixels: FLUX.2's parts, with latents of 8 pixels.
 
-Its autoencoder has three blocks where FLUX.2's has four, prompts go to the text encoder as they are, and noise levels
-have a static shift. ``model_index.json`` says how long prompts are and which hidden states make the conditioning.
+Its autoencoder has the three blocks of ``tiny_painter`` where FLUX.2's has four, prompts go to the text encoder as
+they are, and noise levels have a static shift. ``model_index.json`` says how long prompts are and which hidden states
+make the conditioning.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from klein import make_checkpoint
 from klein_sizes import TINY
+from tiny_painter import VAE
 
 import intaglio
 
@@ -23,14 +25,7 @@ CHAT_TEMPLATE = "{%- for message in messages %}{{- message.content }}{%- endfor 
 SMALL = replace(
     TINY,
     transformer={**TINY.transformer, "in_channels": CHANNELS},
-    vae={
-        **TINY.vae,
-        "block_out_channels": [16, 24, 32],
-        "down_block_types": ["DownEncoderBlock2D"] * 3,
-        "up_block_types": ["UpDecoderBlock2D"] * 3,
-        "latent_channels": CHANNELS // 4,
-        "sample_size": 64,
-    },
+    vae={**TINY.vae, **VAE, "latent_channels": CHANNELS // 4, "sample_size": 64},
 )
 
 

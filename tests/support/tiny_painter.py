@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 LENGTH = 8
 VAE: dict[str, Any] = {
-    "block_out_channels": [16, 16, 32],
+    "block_out_channels": [16, 24, 32],
     "down_block_types": ["DownEncoderBlock2D"] * 3,
     "up_block_types": ["UpDecoderBlock2D"] * 3,
     "latent_channels": 4,

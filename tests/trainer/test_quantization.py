@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from intaglio.errors import ConfigError, WeightsError
 from intaglio.kernels.grouped_quant import dequantize
-from intaglio.kernels.quantize import Quantization, quantize
+from intaglio.kernels.quantize import FORMATS, Arithmetic, Quantization, quantize, quantize_groups
 from intaglio.trainer.quantization import (
     QuantizationRule,
     QuantizationSettings,
@@ -59,6 +61,30 @@ def test_bfloat16_masters_are_quantized_in_float32(quantization: Quantization) -
     assert found.dtype == torch.float32
     rows = quantize(weight.float().numpy(), quantization)
     assert np.array_equal(found.numpy(), dequantize(rows, quantization.layout(384)))
+
+
+class DivisionOfAGpu(TorchDispatchMode):
+    """Division by a number as torch's CUDA kernels do it: a product with the reciprocal, rounded to float32."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.div.Tensor and not isinstance(args[1], torch.Tensor):
+            return args[0] * float(np.float32(1) / np.float32(args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_steps_are_the_same_where_division_by_numbers_is_not_exact(kind: str) -> None:
+    """With scales that are not rounded to bfloat16, which would hide most of a last bit."""
+    # Among them ranges in which zero is half a step away from a whole number of steps.
+    ties = torch.zeros(700, 32)
+    for i in range(700):
+        ties[i, :2] = torch.tensor([17.0 + 2 * (i % 7), -13.0 + 2 * (i % 7)]) * (i + 1)
+    groups = torch.cat([random_weight(11, 400, 384).reshape(-1, 32), ties])
+    expected = quantize_groups(groups.numpy(), kind, Arithmetic(np, lambda values: values))
+    with DivisionOfAGpu():
+        found = quantize_groups(groups, kind, Arithmetic(torch, lambda values: values))
+    for ours, wanted in zip(found, expected, strict=True):
+        assert (ours is None and wanted is None) or np.array_equal(ours.numpy(), wanted)
 
 
 def test_one_nan_makes_its_group_nan() -> None:

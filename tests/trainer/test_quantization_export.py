@@ -299,7 +299,8 @@ def test_a_diffusers_directory_with_packed_parts_becomes_a_bundle(tmp_path: Path
             used = quantized_weight(layer.weight.detach(), layer.quantization).numpy()
             assert np.array_equal(dequantize(rows, layout), used), name
     kinds = {q.storage for role in models for q in bundle.components[role].quantization}
-    assert kinds == {"MLX2", "MLX4", "BF16"}
+    # float32 are the statistics of the VAE's latents.
+    assert kinds == {"MLX2", "MLX4", "BF16", "F32"}
 
 
 @pytest.mark.parametrize(
@@ -362,6 +363,21 @@ def test_a_weight_that_is_not_finite_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"model\.layers\.1\.mlp\.up_proj\.weight: holds nan in row 5"):
         save_quantized(model, tmp_path / "folder")
     assert not (tmp_path / "folder").exists()
+
+
+def test_saving_draws_no_progress_bar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """And leaves transformers' own setting as it was."""
+    logging = transformers.utils.logging
+    before, model = logging.is_progress_bar_enabled(), language_model()
+    try:
+        for enabled in (False, True):
+            (logging.enable_progress_bar if enabled else logging.disable_progress_bar)()
+            capfd.readouterr()
+            save_quantized(model, tmp_path / str(enabled))
+            assert capfd.readouterr() == ("", "")
+            assert logging.is_progress_bar_enabled() == enabled
+    finally:
+        (logging.enable_progress_bar if before else logging.disable_progress_bar)()
 
 
 def test_a_dense_model_is_saved_as_its_library_does(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn import functional
 
 from intaglio.trainer.data.source import Batch
-from intaglio.trainer.models.flux2 import component, pack
+from intaglio.trainer.models.flux2 import check_size, component, pack
 from intaglio.trainer.recipe import checked
+from intaglio.trainer.saving import save_quantized
 from intaglio.trainer.tasks.task import Losses, Task
 
 
@@ -47,6 +48,8 @@ class AutoencoderTask(Task):
         return [self.vae.encoder, self.vae.decoder]
 
     def weight(self, batch: Batch) -> int:
+        """The number of pictures. Raises ConfigError for a size that the autoencoder does not take."""
+        check_size(self.vae, batch["pixel_values"])
         return len(batch["pixel_values"])
 
     def forward(self, batch: Batch, generator: torch.Generator) -> Losses:
@@ -68,7 +71,7 @@ class AutoencoderTask(Task):
         return Losses(total * count, {"pixel": pixel * count, "edge": edge * count, "kl": kl * count})
 
     def save(self, folder: Path) -> None:
-        self.vae.save_pretrained(folder)
+        save_quantized(self.vae, folder)
 
 
 def build_task(

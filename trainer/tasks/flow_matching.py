@@ -20,7 +20,17 @@ from transformers import Qwen3Model
 
 from intaglio.errors import ConfigError
 from intaglio.trainer.data.source import Batch
-from intaglio.trainer.models.flux2 import check_fit, component, conditioning, image_ids, normalise, pack, text_ids
+from intaglio.trainer.models.flux2 import (
+    check_fit,
+    check_size,
+    component,
+    conditioning,
+    freeze_unused,
+    image_ids,
+    normalise,
+    pack,
+    text_ids,
+)
 from intaglio.trainer.recipe import checked
 from intaglio.trainer.saving import copy_tokenizer, save_quantized
 from intaglio.trainer.tasks.task import Losses, Task
@@ -79,6 +89,7 @@ class FlowMatchingTask(Task):
         self.transformer, self.text_encoder = transformer, text_encoder
         self.vae = vae.requires_grad_(False).eval()
         self.text_encoder.requires_grad_(settings.train_text_encoder)
+        freeze_unused(transformer, text_encoder, settings.text_encoder_out_layers)
         self.settings, self._tokenizer = settings, tokenizer
         self._latent_cache: dict[bytes, torch.Tensor] = {}
 
@@ -91,6 +102,16 @@ class FlowMatchingTask(Task):
         return [self.transformer, self.text_encoder]
 
     def weight(self, batch: Batch) -> int:
+        """The number of pictures. Raises ConfigError for sizes and captions that the models are not trained for."""
+        check_size(self.vae, batch["pixel_values"])
+        if "input_ids" not in batch:
+            raise ConfigError("the data has no captions; set caption and caption_length of its examples")
+        found, expected = batch["input_ids"].shape[1], self.settings.max_sequence_length
+        if found != expected:
+            raise ConfigError(
+                f"caption_length of the data's examples is {found}, and task.max_sequence_length, which prompts are "
+                f"padded to when the model paints, is {expected}; set both to the same number"
+            )
         return len(batch["pixel_values"])
 
     def forward(self, batch: Batch, generator: torch.Generator) -> Losses:
