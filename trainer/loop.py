@@ -116,7 +116,9 @@ class Trainer:
         if self.ranks.world_size == 1 or self.settings.parallel.kind == "ddp":
             return
         if self.train.compile:
-            raise InputError("parallel.kind is fsdp, whose hooks torch.compile would run around; leave train.compile out")
+            raise InputError(
+                "parallel.kind is fsdp, whose hooks torch.compile would run around; leave train.compile out"
+            )
         if self.train.precision == "float16":
             raise InputError("parallel.kind is fsdp, which does not scale losses for float16; use bfloat16, or ddp")
         if self.settings.optimizer.kind == "shampoo":

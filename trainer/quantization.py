@@ -25,28 +25,40 @@ _CHUNK = 1 << 17
 
 def quantized_weight(weight: torch.Tensor, quantization: Quantization) -> torch.Tensor:
     """``weight`` ``[out, in]`` as it will be exported, float32; its gradient is passed on to ``weight`` as it is."""
-    result: torch.Tensor = _StraightThrough.apply(weight, quantization)
+    group_size = quantization.layout(weight.shape[1]).group_size
+    result: torch.Tensor = _straight_through(weight, quantization.format, group_size)
     return result
 
 
-class _StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, quantization: Quantization) -> torch.Tensor:
-        ctx.dtype = weight.dtype
-        group_size = quantization.layout(weight.shape[1]).group_size
-        groups = weight.detach().float().reshape(-1, group_size)
-        if groups.device.type != "cpu" or torch.compiler.is_compiling():
-            return quantize_groups(groups, quantization.format, TORCH).dequantized().view(weight.shape)
-        result = torch.empty_like(groups)
-        step = max(1, _CHUNK // group_size)
-        for start in range(0, len(groups), step):
-            part = quantize_groups(groups[start : start + step], quantization.format, TORCH)
-            result[start : start + step] = part.dequantized()
-        return result.view(weight.shape)
+# An operator of its own, which torch.compile calls as it is: compiled, roundings to bfloat16 and back are left out.
+@torch.library.custom_op(
+    "intaglio::quantized_weight", mutates_args=(), schema="(Tensor weight, str kind, int group_size) -> Tensor"
+)
+def _straight_through(weight: torch.Tensor, kind: str, group_size: int) -> torch.Tensor:
+    groups = weight.float().reshape(-1, group_size)
+    if groups.device.type != "cpu":
+        return quantize_groups(groups, kind, TORCH).dequantized().view(weight.shape)
+    result = torch.empty_like(groups)
+    step = max(1, _CHUNK // group_size)
+    for start in range(0, len(groups), step):
+        result[start : start + step] = quantize_groups(groups[start : start + step], kind, TORCH).dequantized()
+    return result.view(weight.shape)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
-        return gradients[0].to(ctx.dtype), None
+
+@_straight_through.register_fake
+def _(weight: torch.Tensor, kind: str, group_size: int) -> torch.Tensor:
+    return torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+
+
+def _remember_dtype(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.dtype = inputs[0].dtype
+
+
+def _pass_on(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    return gradient.to(ctx.dtype), None, None
+
+
+_straight_through.register_autograd(_pass_on, setup_context=_remember_dtype)
 
 
 class QuantizedLinear(nn.Linear):

@@ -204,6 +204,24 @@ def test_autocast_computes_in_its_type_with_float32_masters() -> None:
     assert half(x.bfloat16()).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("quantization", [TERNARY, Quantization("affine4", 64), Quantization("int8")], ids=str)
+def test_compiled_layers_compute_the_same_to_the_bit(quantization: Quantization) -> None:
+    """And pass the same gradients; in one graph."""
+    module, x = layer(quantization, 64, 256, 11, bias=False), torch.eye(256)
+    compiled = torch.compile(module, fullgraph=True)
+    found = []
+    for each in (module, compiled):
+        module.zero_grad()
+        y = each(x)
+        (y**2).sum().backward()
+        assert module.weight.grad is not None
+        found.append((y.detach(), module.weight.grad.clone()))
+    weight = dequantize(quantize(module.weight.detach().numpy(), quantization), quantization.layout(256))
+    assert np.array_equal(found[1][0].T.numpy(), weight)
+    assert torch.equal(found[1][0], found[0][0])
+    torch.testing.assert_close(found[1][1], found[0][1])
+
+
 def test_training_moves_codes() -> None:
     """Straight through, a ternary layer learns a ternary layer: 95 of 100 codes are right after 300 steps."""
     torch.manual_seed(8)
