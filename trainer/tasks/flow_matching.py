@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ import torch
 from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2Transformer2DModel
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Qwen3Model
 
 from intaglio.errors import ConfigError
@@ -34,6 +36,8 @@ from intaglio.trainer.models.flux2 import (
 from intaglio.trainer.recipe import checked
 from intaglio.trainer.saving import copy_tokenizer, save_quantized
 from intaglio.trainer.tasks.task import Losses, Task
+
+_FEW_TOKENS = 256
 
 
 class FlowMatchingSettings(BaseModel):
@@ -122,17 +126,17 @@ class FlowMatchingTask(Task):
         normal = torch.randn(batch_size, generator=generator, device=latents_BSC.device)
         sigma = torch.sigmoid(normal * self.settings.sigma_std + self.settings.sigma_mean)
         noisy = latents_BSC + sigma[:, None, None] * (noise - latents_BSC)
-        embeds_BTJ = conditioning(
-            self.text_encoder, self.settings.text_encoder_out_layers, batch["input_ids"], batch["attention_mask"]
-        )
-        velocity = self.transformer(
-            hidden_states=noisy,
-            encoder_hidden_states=embeds_BTJ,
-            timestep=sigma,
-            img_ids=image_ids(height, width).to(noisy.device),
-            txt_ids=text_ids(embeds_BTJ.shape[1]).to(noisy.device),
-            return_dict=False,
-        )[0]
+        layers, tokens = self.settings.text_encoder_out_layers, height * width + batch["input_ids"].shape[1]
+        with _attention(noisy.device, tokens):
+            embeds_BTJ = conditioning(self.text_encoder, layers, batch["input_ids"], batch["attention_mask"])
+            velocity = self.transformer(
+                hidden_states=noisy,
+                encoder_hidden_states=embeds_BTJ,
+                timestep=sigma,
+                img_ids=image_ids(height, width).to(noisy.device),
+                txt_ids=text_ids(embeds_BTJ.shape[1]).to(noisy.device),
+                return_dict=False,
+            )[0]
         squares = (velocity.float() - (noise - latents_BSC)).square()
         return Losses(squares.mean(dim=(1, 2)).sum(), {})
 
@@ -178,6 +182,12 @@ class FlowMatchingTask(Task):
             "text_encoder_out_layers": list(self.settings.text_encoder_out_layers),
         }
         (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _attention(device: torch.device, tokens: int) -> AbstractContextManager[None]:
+    """On a CPU, of few tokens, products and a softmax: the backward pass of torch's fused attention takes longer."""
+    few = device.type == "cpu" and tokens <= _FEW_TOKENS
+    return sdpa_kernel(SDPBackend.MATH) if few else nullcontext()
 
 
 def build_task(
