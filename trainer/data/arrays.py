@@ -127,7 +127,7 @@ class TokenReader(IndexedReader):
     """Windows of ``length + 1`` tokens, ``length`` apart, of flat files of little-endian ``dtype`` (uint16 or uint32).
 
     The last token of a window is the first of the next, so each is predicted once. Windows do not go from file to
-    file; what does not fill one at the end of a file is left out, and ``left_out`` counts these tokens.
+    file; what does not fill one at the end of a file is left out.
     """
 
     def __init__(self, files: tuple[Path, ...], dtype: str, length: int) -> None:
@@ -142,7 +142,6 @@ class TokenReader(IndexedReader):
         tokens = np.array([content.size // self._dtype.itemsize for content in self._contents])
         windows = np.maximum(tokens - 1, 0) // length
         self._ends = np.cumsum(windows)
-        self.left_out = int((np.maximum(tokens - 1, 0) - windows * length).sum())
 
     def __len__(self) -> int:
         return int(self._ends[-1])

@@ -108,15 +108,6 @@ class Loader:
         """The epoch of the next batch, from 0."""
         return self._cursor.epoch
 
-    @property
-    def batches_per_epoch(self) -> int | None:
-        """How many batches an epoch has; None for streams, which are not counted beforehand."""
-        reader = self.plan.maker.reader
-        if isinstance(reader, StreamReader) or self.plan.packing is not None:
-            return None
-        count, size = len(reader), self.plan.batch_size * self.world_size
-        return count // size if self.plan.drop_last else -(-count // size)
-
     def state_dict(self) -> dict[str, Any]:
         return {
             "fingerprint": self.fingerprint,

@@ -25,8 +25,8 @@ class Packer:
     """Cuts documents, laid end to end, into windows of ``length + 1`` tokens, ``length`` apart.
 
     The last token of a window is the first of the next, so each is predicted once, as in a flat token file of the
-    same documents. With ``segments`` no token is predicted from another document, and windows say where documents
-    begin.
+    same documents. With ``segments`` no token is predicted from another document, and positions say where documents
+    begin, by which models keep them apart.
     """
 
     def __init__(self, length: int, segments: bool) -> None:
@@ -64,8 +64,7 @@ class Packer:
     def take(self, windows: int) -> Arrays:
         """The next windows: ``input_ids`` and ``labels`` int64 ``[windows, length]``.
 
-        With segments also ``segment_ids``, counted from 0 in each window, and ``position_ids``, counted from 0 in
-        each segment.
+        With segments also ``position_ids``, counted from 0 in each document, or from where the window begins.
         """
         wanted = windows * self.length + 1
         ids, learned, numbers = self._first(wanted)
@@ -76,7 +75,6 @@ class Packer:
             numbers_WT = numbers[index_WT]
             labels_WT[numbers_WT != numbers[index_WT + 1]] = IGNORED
             begins_WT = np.diff(numbers_WT, axis=1, prepend=numbers_WT[:, :1]) != 0
-            arrays["segment_ids"] = np.cumsum(begins_WT, axis=1, dtype=np.int64)
             offset_T = np.arange(self.length)
             arrays["position_ids"] = offset_T - np.maximum.accumulate(np.where(begins_WT, offset_T, 0), axis=1)
         self.drop(windows * self.length)

@@ -53,8 +53,8 @@ def test_packs_as_plain_loops_do(
 def _assert_window(found: dict[str, list[int]], window: list[tuple[int, bool, int]], segments: bool) -> None:
     expected: dict[str, list[int]] = {"input_ids": [], "labels": []}
     if segments:
-        expected |= {"segment_ids": [], "position_ids": []}
-    segment, position = -1, 0
+        expected["position_ids"] = []
+    position = 0
     for i, (token, _, document) in enumerate(window[:-1]):
         following, learned, its_document = window[i + 1]
         if segments and its_document != document:
@@ -62,9 +62,8 @@ def _assert_window(found: dict[str, list[int]], window: list[tuple[int, bool, in
         expected["input_ids"].append(token)
         expected["labels"].append(following if learned else -100)
         if i == 0 or window[i - 1][2] != document:
-            segment, position = segment + 1, 0
+            position = 0
         if segments:
-            expected["segment_ids"].append(segment)
             expected["position_ids"].append(position)
         position += 1
     assert found == expected
@@ -126,6 +125,5 @@ def test_segments_keep_documents_apart(build: Callable[..., Loader], tokenizer: 
         assert batch["labels"][0, end] == -100
         if end + 1 < 12:
             assert batch["position_ids"][0, end + 1] == 0
-            assert batch["segment_ids"][0, end + 1] == batch["segment_ids"][0, end] + 1
     learned = batch["labels"] != -100
     assert torch.equal(batch["labels"][:, :-1][learned[:, :-1]], batch["input_ids"][:, 1:][learned[:, :-1]])

@@ -65,7 +65,6 @@ def test_chats_are_packed_apart(build: Callable[..., Loader], tokenizer: Tokeniz
     batch = {name: tensor[0].tolist() for name, tensor in next(iter(build(tmp_path, table))).items()}
     first = tokenizer.encode("<user>ink or paper<eos><assistant>paper<eos>")
     assert batch["input_ids"][: len(first)] == first
-    assert batch["segment_ids"][: len(first) + 1] == [0] * len(first) + [1]
     assert batch["position_ids"][: len(first) + 1] == [*range(len(first)), 0]
     answer = tokenizer.encode("paper<eos>")
     assert [label for label in batch["labels"][: len(first)] if label != -100] == answer
