@@ -14,7 +14,7 @@ import numpy as np
 
 from intaglio.errors import DataError, IntaglioError
 from intaglio.trainer.data.order import Draw
-from intaglio.trainer.data.records import Damage, IndexedReader, Record, StreamReader
+from intaglio.trainer.data.records import SAMPLE_NAME, Damage, IndexedReader, Record, StreamReader
 
 Example = dict[str, Any]
 Arrays = dict[str, np.ndarray]
@@ -73,9 +73,11 @@ class Maker:
         return Made(self.transform.collate(examples) if examples else {}, [], damages)
 
     def where(self, draw: Draw) -> str:
-        """File and place of a draw."""
+        """File and place of a draw, and its name, if it has one."""
         if isinstance(self.reader, StreamReader):
-            return self.reader.where(draw.place[0], draw.place[1:])
+            place = self.reader.where(draw.place[0], draw.place[1:])
+            name = (draw.record or {}).get(SAMPLE_NAME)
+            return place if name is None else f"{place}: {name}"
         return self.reader.where(draw.place[0])
 
     def _record(self, draw: Draw) -> Record:

@@ -19,6 +19,8 @@ from intaglio.errors import DataError
 # Values by the name of their field: text, numbers, bytes of a picture, arrays, lists and mappings of these.
 Record = dict[str, Any]
 
+# The field with the name that a record has in its file, such as that of members of a tar.
+SAMPLE_NAME = "__key__"
 # Where a record begins in its file, in the reader's own terms: a byte, a row group and a row.
 Offset = tuple[int, ...]
 

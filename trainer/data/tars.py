@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from intaglio.trainer.data.records import READ_ERRORS, Damage, Offset, Record, StreamReader, open_bytes
+from intaglio.trainer.data.records import READ_ERRORS, SAMPLE_NAME, Damage, Offset, Record, StreamReader, open_bytes
 
 # All of these are also found under the field "image".
 PICTURES = ("png", "jpg", "jpeg", "webp")
@@ -56,7 +56,7 @@ class WebDatasetReader(StreamReader):
         return f"{self.files[shard]}, byte {offset[0]}"
 
     def _sample(self, shard: int, first: int, key: str, parts: dict[str, bytes]) -> Record | Damage:
-        record: Record = {"__key__": key}
+        record: Record = {SAMPLE_NAME: key}
         for field, content in parts.items():
             try:
                 record[field] = _decoded(field, content)
