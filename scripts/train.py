@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -47,15 +48,26 @@ def train(
         )
     left_out = f", damaged records left out: {result.skipped}" if result.skipped else ""
     if result.stopped is not None and result.stopped != "patience":
-        again = f"intaglio train {recipe} -o {folder} --resume{' --skip-bad' if skip_bad else ''}"
-        say(
-            f"stopped by {result.stopped} after step {result.step}{left_out}; to go on: {again}",
-            quiet=not is_first,
-        )
+        again = _resuming(recipe, folder, set_ or (), skip_bad=skip_bad)
+        say(f"stopped by {result.stopped} after step {result.step}{left_out}; to go on: {again}", quiet=not is_first)
         raise typer.Exit(INTERRUPTED)
     why = " (the evaluation got no better)" if result.stopped else ""
     best = f"; the best, of step {result.best_step}, in {folder / 'best'}" if result.best_step is not None else ""
     say(f"trained {result.step} steps{why}{left_out}: {folder / 'model'}{best}", quiet=quiet)
+
+
+def _resuming(recipe: Path, folder: Path, overrides: Sequence[str], *, skip_bad: bool) -> str:
+    """The command that goes on with this run, as a shell takes it."""
+    words = ["intaglio", "train", str(recipe), "-o", str(folder), "--resume"]
+    for text in overrides:
+        words += ["--set", text]
+    if skip_bad:
+        words.append("--skip-bad")
+    processes = os.environ.get("LOCAL_WORLD_SIZE")
+    if processes is None:
+        return shlex.join(words)
+    launcher = ["torchrun", "--nproc-per-node", processes, "--no-python"]
+    return f"{shlex.join([*launcher, *words])} (torchrun's other options as before)"
 
 
 def _lines() -> Callable[[Mapping[str, float]], None]:
