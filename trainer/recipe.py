@@ -8,16 +8,16 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from intaglio.errors import ConfigError, InputError
 from intaglio.trainer.optimizers import OptimizerSettings
 from intaglio.trainer.parallel import ParallelKind
 from intaglio.trainer.schedules import ScheduleSettings
 
-Settings = TypeVar("Settings", bound=BaseModel)
+Settings = TypeVar("Settings")
 
 
 class TrainSettings(BaseModel):
@@ -93,6 +93,18 @@ CHANGEABLE = (
     # A run that met a damaged record goes on without it.
     "data.skip_bad",
 )
+# By the kind of an error of pydantic.
+_EXPECTED = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    **dict.fromkeys(("list_type", "tuple_type"), "a list"),
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "a table"),
+    "finite_number": "a finite number",
+    "string_type": "text",
+}
+# What the best evaluation so far was made on. A run that had none may get one.
+_EVALUATION = ("evaluation_data", "train.evaluation_batches")
 
 
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -111,25 +123,69 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     return checked(Recipe, content, str(path))
 
 
-def checked(model: type[Settings], content: Any, source: str, prefix: str = "") -> Settings:
-    """``content`` as ``model``. Raises ConfigError naming ``source`` and the key, for an unknown one the nearest."""
+def checked(kind: type[Settings], content: Any, source: str, prefix: str = "") -> Settings:
+    """``content`` as ``kind``: settings, or a union of them that is told by a key.
+
+    Raises ConfigError naming ``source``, and each key with what was found and expected, for an unknown one the nearest.
+    """
     try:
-        return model.model_validate(content)
+        return TypeAdapter(kind).validate_python(content)
     except ValidationError as error:
-        messages = [_message(model, entry, prefix) for entry in error.errors()]
-        raise ConfigError(f"{source}: {'; '.join(messages)}") from error
+        raise ConfigError(f"{source}: {'; '.join(_messages(kind, error, prefix))}") from error
 
 
-def _message(model: type[BaseModel], entry: Any, prefix: str) -> str:
-    key = prefix + ".".join(str(part) for part in entry["loc"])
-    if entry["type"] == "missing":
-        return f"{key} is missing"
-    if entry["type"] != "extra_forbidden":
-        return f"{key}: {entry['msg'][:1].lower()}{entry['msg'][1:]}, found {_shown(entry['input'])}"
-    known = _fields_at(model, entry["loc"][:-1])
-    near = difflib.get_close_matches(str(entry["loc"][-1]), known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-    return f"{key} is unknown; {hint}"
+def _messages(kind: Any, error: ValidationError, prefix: str) -> list[str]:
+    # What is found, and what is expected by each kind that it might be of.
+    found: dict[str, list[str]] = {}
+    for entry in error.errors():
+        is_unknown = entry["type"] == "extra_forbidden"
+        place, models = _place(kind, entry["loc"][:-1] if is_unknown else entry["loc"])
+        if is_unknown:
+            place.append(str(entry["loc"][-1]))
+        key = f"{prefix}{'.'.join(place)}".rstrip(".")
+        context = entry.get("ctx", {})
+        match entry["type"]:
+            case "missing":
+                found[f"{key} is missing"] = []
+            case "extra_forbidden":
+                found[f"{key} is unknown; {_hint(place[-1], models)}"] = []
+            case "value_error":
+                found[f"{key}: {context['error']}" if key else str(context["error"])] = []
+            case "union_tag_not_found" | "union_tag_invalid":
+                key = prefix + ".".join([*place, context["discriminator"].strip("'")])
+                tags = context.get("expected_tags")
+                found[f"{key} is {context['tag']!r}" if tags else f"{key} is missing"] = [f"one of {tags}"] * bool(tags)
+            case "too_short" if len(entry["input"]) >= context["min_length"]:
+                pass  # what it holds is wrong, and said
+            case _:
+                # The whole table has no name of its own.
+                begin = f"{key or 'it'} is {_shown(entry['input'])}"
+                found.setdefault(begin, []).append(_expected(entry["type"], context, entry["msg"]))
+    return [f"{begin}; expected {' or '.join(dict.fromkeys(of))}" if of else begin for begin, of in found.items()]
+
+
+def _place(kind: Any, location: Sequence[int | str]) -> tuple[list[str], list[type[BaseModel]]]:
+    """A place in ``kind`` as a recipe spells it, without branches of unions, and the settings that lie there."""
+    place: list[str] = []
+    models, annotation = _models_in(kind), kind
+    for part in location:
+        if len(models) > 1:
+            models = [m for m in models if any(part in get_args(field.annotation) for field in m.model_fields.values())]
+        elif isinstance(part, int):
+            place.append(str(part))
+        elif models and part in models[0].model_fields:
+            place.append(part)
+            annotation = models[0].model_fields[part].annotation
+            models = _models_in(annotation)
+        elif get_origin(annotation) is dict and part != "[key]":
+            place.append(part)
+    return place, models
+
+
+def _hint(name: str, models: Sequence[type[BaseModel]]) -> str:
+    known = [field for model in models for field in model.model_fields]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
 
 
 def _shown(value: Any) -> str:
@@ -137,17 +193,25 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:100]}…"
 
 
-def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
-    """The names of the fields of the settings that lie at ``location`` in ``model``."""
-    current: Any = model
-    for part in location:
-        if isinstance(part, int):
-            continue
-        field = getattr(current, "model_fields", {}).get(part)
-        if field is None:  # the tag of a union
-            continue
-        current = next(iter(_models_in(field.annotation)), None)
-    return list(getattr(current, "model_fields", {}))
+def _expected(kind: str, limits: Mapping[str, Any], message: str) -> str:
+    """What pydantic's error of ``kind`` expects, in the words of a recipe."""
+    match kind:
+        case "greater_than":
+            return f"a number greater than {limits['gt']}"
+        case "greater_than_equal":
+            return f"a number of at least {limits['ge']}"
+        case "less_than":
+            return f"a number less than {limits['lt']}"
+        case "less_than_equal":
+            return f"a number of at most {limits['le']}"
+        case "too_short":
+            return f"at least {limits['min_length']} of them"
+        case "too_long":
+            return f"at most {limits['max_length']} of them"
+        case "literal_error":
+            return str(limits["expected"])
+    message = message.removeprefix("Input should be ")
+    return _EXPECTED.get(kind, f"{message[:1].lower()}{message[1:]}")
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

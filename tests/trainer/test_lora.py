@@ -292,6 +292,8 @@ def test_a_recipe_trains_and_saves_an_adapter(tmp_path: Path) -> None:
 def test_bad_input(model: transformers.PreTrainedModel, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"target_modules: .*fc9"):
         add_lora(model, SETTINGS.model_copy(update={"target_modules": ("fc9",)}))
+    with pytest.raises(InputError, match=r"target_modules: missing \).*expected ends of module names"):
+        add_lora(model, SETTINGS.model_copy(update={"target_modules": "(("}))
     add_lora(model, SETTINGS)
     with pytest.raises(InputError, match="has an adapter 'default' already"):
         add_lora(model, SETTINGS)

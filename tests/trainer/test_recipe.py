@@ -43,11 +43,15 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
     ("extra", "message"),
     [
         ("stepz = 3", r"train\.stepz is unknown; did you mean steps\?"),
-        ("clip = -1.0", r"train\.clip: input should be greater than 0, found -1\.0"),
-        ('precision = "half"', r"train\.precision: .*'float32', 'bfloat16' or 'float16', found 'half'"),
+        ("clip = -1.0", r"train\.clip is -1\.0; expected a number greater than 0"),
+        ('precision = "half"', r"train\.precision is 'half'; expected 'float32', 'bfloat16' or 'float16'"),
+        ("plot = 3", r"train\.plot is 3; expected true or false"),
+        ("log_every = 1.5", r"train\.log_every is 1\.5; expected a whole number"),
         ("[optimiser]", r"optimiser is unknown; did you mean optimizer\?"),
         ("[[optimizer.groups]]\nmatch = ['a']\nlr_facter = 2", r"lr_facter is unknown; did you mean lr_factor\?"),
         ("[[optimizer.groups]]\nlr_factor = 2", r"optimizer\.groups\.0\.match is missing"),
+        ("[optimizer]\nbetas = [0.9]", r"optimizer\.betas\.1 is missing"),
+        ("[optimizer]\ngroups = [3]", r"optimizer\.groups\.0 is 3; expected a table"),
         ("[schedule]\nzzz = 1", r"schedule\.zzz is unknown; known are kind, warmup, final, decay"),
     ],
 )

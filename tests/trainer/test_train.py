@@ -147,11 +147,11 @@ def test_bad_recipes_are_refused(folder: Path, tmp_path: Path) -> None:
         build('lora={alpha=2, target_modules="all-linear"}')
     with pytest.raises(InputError, match=r"token id .* in input_ids; the model's vocabulary has 64"):
         build("model.vocab_size=64")
-    with pytest.raises(ConfigError, match=r"lm\.toml: seed: input should be less than"):
+    with pytest.raises(ConfigError, match=r"lm\.toml: seed is 1234.*; expected a number less than"):
         build("seed=123456789012345678901234567890")
-    with pytest.raises(ConfigError, match=r"optimizer\.betas\.0: input should be less than 1"):
+    with pytest.raises(ConfigError, match=r"optimizer\.betas\.0 is 1\.0; expected a number less than 1"):
         build("optimizer.betas=[1.0, 2.0]")
-    with pytest.raises(ConfigError, match=r"optimizer\.lr: input should be a finite number"):
+    with pytest.raises(ConfigError, match=r"optimizer\.lr is inf; expected a finite number"):
         build("optimizer.lr=inf")
     with pytest.raises(ConfigError, match=r"nesterov is set without a momentum"):
         build("optimizer.kind=sgd", "optimizer.nesterov=true")
@@ -161,9 +161,9 @@ def test_bad_recipes_are_refused(folder: Path, tmp_path: Path) -> None:
         build("model.hidden_size=wide")
     with pytest.raises(ConfigError, match=r"num_attention_heads is 2, no multiple of num_key_value_heads, 3"):
         build("model.num_key_value_heads=3")
-    with pytest.raises(InputError, match=r"target_modules: missing \).*expected ends of module names"):
-        build('lora={rank=2, alpha=4, target_modules="(("}')
-    with pytest.raises(ConfigError, match=r"the \[evaluation_data\] table cannot be used: evaluation_data"):
+    with pytest.raises(
+        ConfigError, match=r"\[evaluation_data\]: evaluation_data\.format is 'jsn'; expected one of 'jsonl'"
+    ):
         build("evaluation_data.format=jsn")
     assert not (tmp_path / "x" / "model").exists()
 

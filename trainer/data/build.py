@@ -112,27 +112,26 @@ def _transform(settings: DataSettings, tokenizer: Tokenizer | None) -> tuple[Tra
     if isinstance(settings, TokensData):
         vocab_size = settings.vocab_size or (None if tokenizer is None else tokenizer.vocab_size)
         return TokenTransform(vocab_size), None
-    examples = settings.examples
-    match examples:
-        case TextExamples():
-            tokenizer = _needed(tokenizer, "text")
-            if examples.eos:
-                with_eos([], tokenizer)
-            if not examples.packing:
-                pad_id(tokenizer)
-            padded_to = None if examples.packing else examples.length
-            document = DocumentTransform(tokenizer, examples.field, examples.eos, padded_to)
-            return document, Packing(examples.length, examples.segments) if examples.packing else None
-        case ChatExamples():
-            tokenizer = _needed(tokenizer, "chats")
-            pad_id(tokenizer)
-            padded_to = None if examples.packing else examples.length
-            chat = ChatTransform(tokenizer, examples.messages or None, examples.prompt, examples.completion, padded_to)
-            return chat, Packing(examples.length, examples.segments) if examples.packing else None
-        case PictureExamples():
+    match settings.examples:
+        case TextExamples() | ChatExamples() as examples:
+            packing = Packing(examples.length, examples.segments) if examples.packing else None
+            return _text(examples, tokenizer), packing
+        case PictureExamples() as examples:
             return _pictures(settings, examples, tokenizer), None
-        case NumberExamples():
+        case NumberExamples() as examples:
             return NumberTransform(examples.fields, examples.label, examples.classes), None
+
+
+def _text(examples: TextExamples | ChatExamples, tokenizer: Tokenizer | None) -> DocumentTransform | ChatTransform:
+    tokenizer = _needed(tokenizer, "text" if isinstance(examples, TextExamples) else "chats")
+    padded_to = None if examples.packing else examples.length
+    if padded_to is not None:
+        pad_id(tokenizer)
+    if isinstance(examples, TextExamples):
+        if examples.eos:
+            with_eos([], tokenizer)
+        return DocumentTransform(tokenizer, examples.field, examples.eos, padded_to)
+    return ChatTransform(tokenizer, examples.messages or None, examples.prompt, examples.completion, padded_to)
 
 
 def _pictures(settings: DataSettings, examples: PictureExamples, tokenizer: Tokenizer | None) -> PictureTransform:

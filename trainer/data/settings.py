@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from intaglio.errors import ConfigError
+from intaglio.trainer.recipe import checked
 
 if TYPE_CHECKING:
     from intaglio.runtimes.tokenizer import Tokenizer
@@ -26,30 +26,34 @@ class _Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class TextExamples(_Settings):
-    """Documents in ``field``, each followed by EOS unless ``eos`` is false, for a language model.
+class _TokenExamples(_Settings):
+    """Rows of ``length`` tokens: windows of what is packed, or one example each, cut or padded.
 
-    They are packed into windows of ``length`` tokens; with ``segments`` no document sees another. ``packing`` false
-    gives each its own row, cut or padded to ``length``.
+    With ``segments`` no packed document sees another.
     """
 
-    kind: Literal["text"]
     length: Length
+    packing: bool
+    segments: bool
+
+
+class TextExamples(_TokenExamples):
+    """Documents in ``field``, each followed by EOS unless ``eos`` is false, for a language model."""
+
+    kind: Literal["text"]
     field: str = "text"
     eos: bool = True
     packing: bool = True
     segments: bool = False
 
 
-class ChatExamples(_Settings):
+class ChatExamples(_TokenExamples):
     """Conversations, of which only the answers are learned.
 
     ``messages`` names the field with roles and contents; where it is empty, ``prompt`` and ``completion`` name theirs.
-    A row of ``length`` tokens holds one, or with ``packing`` what fits, kept apart by ``segments``.
     """
 
     kind: Literal["chat"]
-    length: Length
     messages: str = "messages"
     prompt: str = "prompt"
     completion: str = "completion"
@@ -219,13 +223,25 @@ DataSettings = Annotated[
 
 def parse_settings(table: Mapping[str, Any], name: str = "data") -> DataSettings:
     """The settings of a table of data, ``name`` in the recipe. Raises ConfigError naming each key that is wrong."""
-    try:
-        return TypeAdapter(DataSettings).validate_python(table)
-    except ValidationError as error:
-        found = "; ".join(
-            f"{'.'.join([name, *(str(part) for part in line['loc'])])}: {line['msg']}" for line in error.errors()
-        )
-        raise ConfigError(f"the [{name}] table cannot be used: {found}") from error
+    settings: DataSettings = checked(DataSettings, table, f"[{name}]", f"{name}.")  # type: ignore[arg-type]
+    return settings
+
+
+def token_length(settings: DataSettings) -> tuple[str, int] | None:
+    """The key that says how many tokens an example has, and its value; None for examples without tokens."""
+    if isinstance(settings, TokensData):
+        return "length", settings.length
+    match settings.examples:
+        case TextExamples(length=length) | ChatExamples(length=length):
+            return "examples.length", length
+        case PictureExamples(caption_length=int(length)):
+            return "examples.caption_length", length
+    return None
+
+
+def needs_tokenizer(settings: DataSettings) -> bool:
+    """Whether the examples are made of text."""
+    return not isinstance(settings, TokensData) and token_length(settings) is not None
 
 
 def build_source(

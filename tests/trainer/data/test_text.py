@@ -120,12 +120,30 @@ def test_a_tokenizer_goes_to_workers_whole(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"batchsize": 4}, r"data\.jsonl\.batchsize: Extra inputs"),
-        ({"format": "xml"}, r"data: Input tag 'xml'.*'jsonl'.*'tokens'"),
-        ({"batch_size": 0}, r"data\.jsonl\.batch_size"),
-        ({"files": []}, r"data\.jsonl\.files"),
-        ({"examples": {"kind": "text", "length": 4, "windows": 1}}, r"examples\.text\.windows: Extra inputs"),
-        ({"examples": {"kind": "pictures", "size": 4, "caption": "text"}}, "caption_length is missing"),
+        ({"batchsize": 4}, r"^\[data\]: data\.batchsize is unknown; did you mean batch_size\?$"),
+        ({"zzz": 4}, r"data\.zzz is unknown; known are batch_size, shuffle, workers, .*, format$"),
+        ({"format": "xml"}, r"^\[data\]: data\.format is 'xml'; expected one of 'jsonl', .*'tokens'$"),
+        ({"batch_size": 0}, r"data\.batch_size is 0; expected a number of at least 1$"),
+        ({"batch_size": "four"}, r"data\.batch_size is 'four'; expected a whole number$"),
+        ({"files": []}, r"data\.files is \[\]; expected at least 1 of them$"),
+        ({"examples": {"length": 4}}, r"data\.examples\.kind is missing$"),
+        ({"examples": 4}, r"data\.examples is 4; expected a table$"),
+        (
+            {"examples": {"kind": "text", "length": 4, "segment": 1}},
+            r"examples\.segment is unknown; did you mean segments\?$",
+        ),
+        (
+            {"examples": {"kind": "pictures", "size": "big"}},
+            r"examples\.size is 'big'; expected a whole number or a list$",
+        ),
+        (
+            {"examples": {"kind": "pictures", "size": 4, "augmentation": {"crops": 1}}},
+            r"augmentation\.crops .*mean crop\?$",
+        ),
+        (
+            {"examples": {"kind": "pictures", "size": 4, "caption": "text"}},
+            r"data\.examples: caption_length is missing",
+        ),
     ],
 )
 def test_settings_that_cannot_be_used(change: dict[str, Any], message: str) -> None:
