@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors.torch import save_file
 from torch import nn
 
-from intaglio.errors import InputError, WeightsError
+from intaglio.errors import ConfigError, InputError, WeightsError
 from intaglio.exporters.checkpoints.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraModule, open_adapter
 
 _PREFIX = "base_model.model."
@@ -49,7 +49,8 @@ def add_lora(model: nn.Module, settings: LoraSettings, name: str = "default") ->
     """Puts an adapter into ``model``, in place, and freezes all the rest; gives the names of the adapted modules.
 
     A is drawn as a linear layer's weight is (Kaiming), from torch's generator, and B is zero, so that the model says
-    what it said. Raises InputError where nothing matches ``target_modules``, or the name is taken.
+    what it said. Raises InputError where nothing matches ``target_modules``, or the name is taken; ConfigError where
+    the rank is larger than a side of a layer's weight: the adapter is then in place all the same.
     """
     patterns = settings.target_modules
     config = peft.LoraConfig(
@@ -59,7 +60,17 @@ def add_lora(model: nn.Module, settings: LoraSettings, name: str = "default") ->
         lora_dropout=settings.dropout,
         use_rslora=settings.use_rslora,
     )
-    return _inject(model, config, name)
+    names = _inject(model, config, name)
+    for path in names:
+        layer = model.get_submodule(path)
+        assert isinstance(layer, LoraLayer), f"{path} was adapted"
+        sides = [int(side) for side in (layer.out_features, layer.in_features) if side is not None]
+        if settings.rank > min(sides):
+            raise ConfigError(
+                f"lora.rank is {settings.rank}, and the weight of {path} is {sides}; expected at most its "
+                f"smaller side, {min(sides)}. Lower the rank, or leave the layer out of target_modules"
+            )
+    return names
 
 
 def lora_parameters(model: nn.Module, name: str | None = None) -> dict[str, nn.Parameter]:

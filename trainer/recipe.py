@@ -71,6 +71,32 @@ class Recipe(BaseModel):
     lora: dict[str, Any] | None = None
     parallel: ParallelSettings = ParallelSettings()
 
+    @model_validator(mode="after")
+    def _check(self) -> Recipe:
+        if self.schedule.warmup > self.train.steps:
+            raise ValueError(
+                f"schedule.warmup is {self.schedule.warmup}; expected at most train.steps, which is {self.train.steps}"
+            )
+        if self.lora is None:
+            return self
+        if self.quantization:
+            raise ValueError(
+                "[lora] beside [[quantization]]: the adapter is saved, and the quantized model that it belongs to is "
+                "not. Train that first without [lora], then name its folder as model.path without [[quantization]]"
+            )
+        if fresh := self._fresh_models():
+            raise ValueError(
+                f"[lora] on fresh weights: the adapter is saved, and {fresh[0]}, which it belongs to, is not. Give "
+                f"{fresh[0]}.path, the folder of a saved model, or leave [lora] out"
+            )
+        return self
+
+    def _fresh_models(self) -> list[str]:
+        """The tables of models that do not come from a folder."""
+        several = self.task.get("kind") == "flow-matching"
+        tables = {f"model.{name}": table for name, table in self.model.items()} if several else {"model": self.model}
+        return [name for name, table in tables.items() if not (isinstance(table, Mapping) and "path" in table)]
+
 
 # What may change between a checkpoint and the run that goes on from it: the length, and what leaves weights alone.
 CHANGEABLE = (

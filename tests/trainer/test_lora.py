@@ -285,8 +285,18 @@ def test_a_recipe_trains_and_saves_an_adapter(tmp_path: Path) -> None:
     assert float(theirs(ROW, labels=ROW).loss) < before - 1
     content = (tmp_path / "tune.toml").read_text().replace("rank = 4", "rank = 0")
     (tmp_path / "tune.toml").write_text(content)
-    with pytest.raises(ConfigError, match=r"lora: lora\.rank: .*, found 0"):
+    with pytest.raises(ConfigError, match=r"\[lora\]: lora\.rank is 0; expected a number of at least 1"):
         train_recipe(tmp_path / "tune.toml", tmp_path / "other")
+
+
+def test_a_rank_beyond_a_side_of_a_layer_is_refused() -> None:
+    def layers() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 6))
+
+    assert add_lora(layers(), LoraSettings(rank=6, alpha=6, target_modules=("0", "1"))) == ["0", "1"]
+    message = r"lora\.rank is 7, and the weight of 1 is \[6, 8\]; expected at most its smaller side, 6"
+    with pytest.raises(ConfigError, match=message):
+        add_lora(layers(), LoraSettings(rank=7, alpha=6, target_modules=("0", "1")))
 
 
 def test_bad_input(model: transformers.PreTrainedModel, tmp_path: Path) -> None:

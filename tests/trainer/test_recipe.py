@@ -47,6 +47,7 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
         ('precision = "half"', r"train\.precision is 'half'; expected 'float32', 'bfloat16' or 'float16'"),
         ("plot = 3", r"train\.plot is 3; expected true or false"),
         ("log_every = 1.5", r"train\.log_every is 1\.5; expected a whole number"),
+        ("[schedule]\nwarmup = 11", r"schedule\.warmup is 11; expected at most train\.steps, which is 10"),
         ("[optimiser]", r"optimiser is unknown; did you mean optimizer\?"),
         ("[[optimizer.groups]]\nmatch = ['a']\nlr_facter = 2", r"lr_facter is unknown; did you mean lr_factor\?"),
         ("[[optimizer.groups]]\nlr_factor = 2", r"optimizer\.groups\.0\.match is missing"),
@@ -59,6 +60,25 @@ def test_what_is_wrong_is_named(tmp_path: Path, extra: str, message: str) -> Non
     with pytest.raises(ConfigError, match=message) as caught:
         read_recipe(written(tmp_path, MINIMAL + extra + "\n"))
     assert str(caught.value).startswith(str(tmp_path / "r.toml"))
+
+
+def test_an_adapter_whose_base_would_not_be_saved(tmp_path: Path) -> None:
+    """The rules are about [lora] only, and of a picture model about each of its parts."""
+    lora = 'lora = { rank = 1, alpha = 1, target_modules = "all-linear" }\n'
+    quantization = '[[quantization]]\nmodules = "*"\nformat = "ternary"\ngroup_size = 32\n'
+    fresh, saved = '[model]\narchitecture = "llama"\n', '[model]\npath = "m"\n'
+    for extra in (fresh + quantization, saved + quantization):
+        assert read_recipe(written(tmp_path, MINIMAL + extra)).quantization
+    assert read_recipe(written(tmp_path, lora + MINIMAL + saved)).lora
+    with pytest.raises(ConfigError, match=r"r\.toml: \[lora\] beside \[\[quantization\]\]: .*Train that first"):
+        read_recipe(written(tmp_path, lora + MINIMAL + saved + quantization))
+    for model in ("", fresh):
+        with pytest.raises(ConfigError, match=r"\[lora\] on fresh weights: .*Give model\.path"):
+            read_recipe(written(tmp_path, lora + MINIMAL + model))
+    painter = MINIMAL.replace("causal-lm", "flow-matching") + '[model.transformer]\npath = "a"\n[model.text_encoder]\n'
+    with pytest.raises(ConfigError, match=r"Give model\.text_encoder\.path"):
+        read_recipe(written(tmp_path, lora + painter))
+    assert read_recipe(written(tmp_path, lora + painter + 'path = "b"\n')).lora
 
 
 def test_files_and_overrides_that_are_none(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import peft
 import pytest
+import tiny_painter
 import torch
 from safetensors.numpy import load_file
 from training_data import texts, write_jsonl, write_tokenizer
@@ -18,7 +20,9 @@ from intaglio.errors import CheckpointError, ConfigError, DataError, InputError
 from intaglio.exporters.checkpoints import open_checkpoint
 from intaglio.trainer.checkpoint import saved_steps
 from intaglio.trainer.logs import read_log
-from intaglio.trainer.train import train
+from intaglio.trainer.recipe import Recipe
+from intaglio.trainer.tasks.flow_matching import build_task as build_flow_matching
+from intaglio.trainer.train import check_lengths, train
 
 RECIPE = """
 seed = 4
@@ -141,10 +145,10 @@ def test_bad_recipes_are_refused(folder: Path, tmp_path: Path) -> None:
         build("task.kind=casual-lm")
     with pytest.raises(ConfigError, match=r"task\.dtipe is unknown; did you mean dtype\?"):
         build("task.dtipe=float16")
-    with pytest.raises(InputError, match=r"nowhere: has no tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"nowhere: there is no such folder; expected one with tokenizer\.json"):
         build("tokenizer=nowhere")
-    with pytest.raises(ConfigError, match=r"lora\.rank is missing"):
-        build('lora={alpha=2, target_modules="all-linear"}')
+    with pytest.raises(ConfigError, match=r"\[lora\]: lora\.rank is missing"):
+        build('lora={alpha=2, target_modules="all-linear"}', 'model={path="m"}')
     with pytest.raises(InputError, match=r"token id .* in input_ids; the model's vocabulary has 64"):
         build("model.vocab_size=64")
     with pytest.raises(ConfigError, match=r"lm\.toml: seed is 1234.*; expected a number less than"):
@@ -165,7 +169,42 @@ def test_bad_recipes_are_refused(folder: Path, tmp_path: Path) -> None:
         ConfigError, match=r"\[evaluation_data\]: evaluation_data\.format is 'jsn'; expected one of 'jsonl'"
     ):
         build("evaluation_data.format=jsn")
+    with pytest.raises(
+        ConfigError, match=r"evaluation_data\.examples\.length is 65; .* max_position_embeddings, which is 64"
+    ):
+        build("evaluation_data.examples.length=65")
+    with pytest.raises(ConfigError, match=r"^data\.length is 65; expected at most the model's max_position_embeddings"):
+        build('data={format="tokens", files=["t.bin"], dtype="uint16", length=65, batch_size=1}')
     assert not (tmp_path / "x" / "model").exists()
+
+
+def test_captions_are_no_longer_than_their_encoder_reads(folder: Path, tmp_path: Path) -> None:
+    tokenizer = tiny_painter.write_tokenizer(tmp_path / "words")
+    task = build_flow_matching(tiny_painter.TASK, tiny_painter.MODEL, root=tmp_path, tokenizer=tokenizer)
+    data = {"format": "image-folder", "folder": "x", "batch_size": 1}
+    for length in (64, 65):
+        examples = {"size": 32, "caption": "text", "caption_length": length}
+        table = {"data": {**data, "examples": examples}, "task": tiny_painter.TASK, "train": {"steps": 1}}
+        refused = pytest.raises(ConfigError, match=r"data\.examples\.caption_length is 65; .*which is 64")
+        with refused if length > 64 else nullcontext():
+            check_lengths(Recipe.model_validate(table), task)
+
+
+def test_a_model_without_tokenizer_json_says_what_it_has(folder: Path, tmp_path: Path) -> None:
+    train(folder / "lm.toml", tmp_path / "run", overrides=["train.steps=1"])
+    model = tmp_path / "run" / "model"
+    (model / "tokenizer.json").rename(model / "tokenizer.model")
+    recipe = RECIPE.replace('tokenizer = "tokenizer"', "")
+    recipe = recipe[: recipe.index("[model]")] + f'[model]\npath = "{model}"\n' + recipe[recipe.index("[data]") :]
+    (folder / "older.toml").write_text(recipe)
+    with pytest.raises(
+        ConfigError, match=r"model: has tokenizer\.model, and no tokenizer\.json.*Let transformers write one"
+    ):
+        train(folder / "older.toml", tmp_path / "x")
+    np.zeros(1000, "<u2").tofile(folder / "t.bin")  # tokens need none
+    table = 'data={format="tokens", files=["t.bin"], dtype="uint16", length=8, batch_size=1}'
+    changes = [table, table.replace("data", "evaluation_data", 1), "train.steps=1"]
+    assert train(folder / "older.toml", tmp_path / "y", overrides=changes).step == 1
 
 
 def test_a_folder_whose_config_is_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:

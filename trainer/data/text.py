@@ -17,14 +17,38 @@ from intaglio.trainer.data.making import Arrays, Example, RandomSource, stacked
 from intaglio.trainer.data.packing import IGNORED
 from intaglio.trainer.data.records import Record
 
+# Files in which tokenizers were published before tokenizer.json.
+_OTHER_TOKENIZERS = (
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+)
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raises ConfigError where ``folder`` has no ``tokenizer.json``, which says what it has instead."""
+    if (folder / "tokenizer.json").is_file():
+        return
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder; expected one with tokenizer.json")
+    if found := [name for name in _OTHER_TOKENIZERS if (folder / name).is_file()]:
+        raise ConfigError(
+            f"{folder}: has {' and '.join(found)}, and no tokenizer.json, which is what is read. Let transformers "
+            f"write one (AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained(FOLDER)), and name that FOLDER "
+            "as tokenizer"
+        )
+    raise ConfigError(f"{folder}: has no tokenizer.json; expected the folder of a tokenizer that is published so")
+
 
 def open_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a folder with ``tokenizer.json``, and its special tokens and template as published beside it.
 
     Raises ConfigError where there is none.
     """
-    if not (folder / "tokenizer.json").is_file():
-        raise ConfigError(f"{folder}: has no tokenizer.json; expected the folder of a tokenizer that is published so")
+    check_tokenizer(folder)
     files = tokenizer_from_directory(folder)
     assert files is not None, "its file is there"
     tokenizer = Tokenizer(

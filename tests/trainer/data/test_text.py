@@ -157,5 +157,17 @@ def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
     table = {"format": "jsonl", "files": ["a.jsonl"], "batch_size": 4, "examples": data.TEXT}
     with pytest.raises(ConfigError, match="the data has text and no tokenizer is given"):
         build_source(parse_settings(table), seed=0, root=tmp_path)
-    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
+
+
+def test_a_folder_without_tokenizer_json_says_what_it_has(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json; expected the folder"):
+        open_tokenizer(tmp_path)
+    with pytest.raises(ConfigError, match=r"none: there is no such folder"):
+        open_tokenizer(tmp_path / "none")
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=r"has vocab\.json and merges\.txt, and no tokenizer\.json.*save_pretrained"):
+        open_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(ConfigError, match=r"has tokenizer\.model and vocab\.json"):
         open_tokenizer(tmp_path)
