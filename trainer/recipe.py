@@ -109,15 +109,15 @@ CHANGEABLE = (
     "train.checkpoint_every",
     "train.keep",
     "train.evaluate_every",
-    "train.evaluation_batches",
     "train.patience",
     "train.tensorboard",
     "train.plot",
-    "evaluation_data",
     "parallel",
     "data.workers",
+    "evaluation_data.workers",
     # A run that met a damaged record goes on without it.
     "data.skip_bad",
+    "evaluation_data.skip_bad",
 )
 # By the kind of an error of pydantic.
 _EXPECTED = {
@@ -267,12 +267,14 @@ def check_same_recipe(
 ) -> None:
     """Raises ConfigError naming the first key in which ``recipe`` may not differ from the checkpoint's, but does.
 
-    Batch size, accumulation and number of ranks may change where a step still has as many examples.
+    Batch size, accumulation and number of ranks may change where a step still has as many examples, and evaluations may
+    be added to a run without any.
     """
     ours = _flat(json.loads(recipe.model_dump_json()))
     theirs = _flat(saved)
+    free = CHANGEABLE if saved.get("evaluation_data") is not None else (*CHANGEABLE, *_EVALUATION)
     for key in sorted(ours.keys() | theirs.keys()):
-        if any(key == name or key.startswith(f"{name}.") for name in CHANGEABLE):
+        if any(key == name or key.startswith(f"{name}.") for name in free):
             continue
         if ours.get(key) != theirs.get(key):
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from intaglio.errors import ConfigError, InputError
 from intaglio.trainer.data.settings import parse_settings
 from intaglio.trainer.lora import LoraSettings
 from intaglio.trainer.quantization import QuantizationSettings
-from intaglio.trainer.recipe import checked, read_recipe
+from intaglio.trainer.recipe import Recipe, check_same_recipe, checked, read_recipe
 from intaglio.trainer.train import build_task
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -79,6 +80,26 @@ def test_an_adapter_whose_base_would_not_be_saved(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Give model\.text_encoder\.path"):
         read_recipe(written(tmp_path, lora + painter))
     assert read_recipe(written(tmp_path, lora + painter + 'path = "b"\n')).lora
+
+
+def test_evaluations_of_a_run_stay_comparable(tmp_path: Path) -> None:
+    """The best so far is that of the same data. A run without evaluations may get them."""
+    evaluation = '[evaluation_data]\nformat = "jsonl"\nworkers = 0\n'
+    plain, evaluated = read_recipe(written(tmp_path, MINIMAL)), read_recipe(written(tmp_path, MINIMAL + evaluation))
+    path = written(tmp_path, MINIMAL + evaluation)
+
+    def resume(saved: Recipe, now: Recipe) -> None:
+        check_same_recipe(json.loads(saved.model_dump_json()), 1, now, 1, tmp_path)
+
+    resume(plain, evaluated)
+    resume(plain, read_recipe(path, ["train.evaluation_batches=3"]))
+    resume(evaluated, read_recipe(path, ["evaluation_data.workers=2", "train.evaluate_every=5", "train.steps=20"]))
+    with pytest.raises(ConfigError, match=r"with train\.evaluation_batches = None, the recipe says 3; set it back"):
+        resume(evaluated, read_recipe(path, ["train.evaluation_batches=3"]))
+    with pytest.raises(ConfigError, match=r"with evaluation_data\.format = 'jsonl', the recipe says 'csv'"):
+        resume(evaluated, read_recipe(path, ["evaluation_data.format=csv"]))
+    with pytest.raises(ConfigError, match=r"with evaluation_data\.format = 'jsonl', the recipe says None"):
+        resume(evaluated, plain)
 
 
 def test_files_and_overrides_that_are_none(tmp_path: Path) -> None:
