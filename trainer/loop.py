@@ -109,6 +109,8 @@ class Trainer:
         self._stale_evaluations = 0
         self._seconds = 0.0
         self._interval = _Interval()
+        # What asked to stop, in the order in which it did; a signal's handler does no more than add to it.
+        self._asked: list[str | None] = [None]
         self._stop: str | None = None
         self._cancelled: CancelledError | None = None
 
@@ -166,7 +168,8 @@ class Trainer:
                 if log is not None:
                     log.write(row)
             self._advance(progress)
-            self._stop = _STOPS[int(self.ranks.max([_STOPS.index(self._stop)])[0])]  # one rank that stops stops all
+            # One rank that stops stops all. What is asked after this is seen in the next step.
+            self._stop = _STOPS[int(self.ranks.max([max(map(_STOPS.index, self._asked))])[0])]
             if self.step % self.train.checkpoint_every == 0 or self.step == steps or self._stop:
                 self._save_checkpoint(log)
         if self._stop == "cancelled":
@@ -182,7 +185,8 @@ class Trainer:
         try:
             progress.advance(1)
         except CancelledError as error:
-            self._stop, self._cancelled = "cancelled", error
+            self._cancelled = error
+            self._asked.append("cancelled")
 
     # One update
 
@@ -307,7 +311,7 @@ class Trainer:
         else:
             self._stale_evaluations += 1
             if self.train.patience is not None and self._stale_evaluations >= self.train.patience:
-                self._stop = "patience"
+                self._asked.append("patience")
         return result
 
     @torch.no_grad()
@@ -486,7 +490,7 @@ class Trainer:
         earlier = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
         def stop(number: int, _: object) -> None:
-            self._stop = signal.Signals(number).name
+            self._asked.append(signal.Signals(number).name)
             for each, handler in earlier.items():
                 signal.signal(each, handler)
 

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,14 @@ from safetensors import SafetensorError
 from torch.nn import functional
 from training_parts import ListSource, Regression, recipe, regression_examples
 
-from intaglio.errors import CancelledError, CheckpointError, ConfigError, InputError, OutputError, TrainingError
+from intaglio.errors import (
+    CancelledError,
+    CheckpointError,
+    ConfigError,
+    InputError,
+    OutputError,
+    TrainingError,
+)
 from intaglio.trainer import checkpoint, loop
 from intaglio.trainer.checkpoint import saved_steps
 from intaglio.trainer.data.source import Batch
@@ -245,6 +253,20 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(tmp_path: Path, 
     assert resumed.run(resume=True).stopped is None
     whole.run()
     assert_equal(weights(whole), weights(resumed))
+
+
+def test_a_signal_that_comes_while_a_step_ends_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes after what was asked for in the second step was read."""
+
+    def signalled(self: Ranks, values: Sequence[float]) -> list[float]:
+        if trainer.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return list(values)
+
+    monkeypatch.setattr(Ranks, "max", signalled)
+    trainer = build(tmp_path, {"steps": 9})
+    result = trainer.run()
+    assert (result.stopped, result.step, saved_steps(tmp_path / "checkpoints")) == ("SIGTERM", 3, [3])
 
 
 def train_until_killed(_: Ranks, folder: Path, writes: int) -> None:

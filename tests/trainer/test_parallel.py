@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,27 @@ def test_two_ranks_equal_one_with_the_doubled_batch(
     for model in ("model", "best"):
         saved = [torch.load(run / model / "model.pt") for run in (tmp_path, folder)]
         assert difference(*saved) <= bound
+
+
+def stopped(ranks: Ranks, folder: Path) -> tuple[str | None, int]:
+    """A signal reaches the second rank alone, while the ranks agree on whether to stop after the second step."""
+    reduced = Ranks.max
+
+    def signalled(self: Ranks, values: Sequence[float]) -> list[float]:
+        result = reduced(self, values)
+        if trainer.step == 2 and self.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    Ranks.max = signalled  # type: ignore[method-assign]
+    source = ListSource(regression_examples(), 4, ranks.rank, ranks.world_size)
+    trainer = Trainer(build(), source, recipe({"steps": 9}), folder, ranks=ranks)
+    result = trainer.run()
+    return result.stopped, result.step
+
+
+def test_a_signal_to_one_rank_stops_all_whenever_it_comes(tmp_path: Path) -> None:
+    assert on_ranks(2, stopped, tmp_path) == [("SIGTERM", 3)] * 2
 
 
 def train_killed(ranks: Ranks, folder: Path, kind: str) -> None:
