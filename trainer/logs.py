@@ -85,15 +85,22 @@ class TensorBoardLog:
         self._writer.close()
 
 
-def plot_loss(rows: Sequence[Row], path: Path) -> None:
-    """Draws the loss over the steps, and that of the evaluation, as a PNG. Raises RuntimeMissingError."""
+def require_plots() -> None:
+    """Raises RuntimeMissingError where :func:`plot_loss` cannot draw."""
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise RuntimeMissingError(
             "the plot of the loss needs the package matplotlib, which is not installed: pip install 'intaglio[train]', "
             "or set train.plot = false"
         ) from error
+
+
+def plot_loss(rows: Sequence[Row], path: Path) -> None:
+    """Draws the loss over the steps, and that of the evaluation, as a PNG. Raises RuntimeMissingError, OutputError."""
+    require_plots()
+    from matplotlib.figure import Figure
+
     # A figure of its own: pyplot would keep state and look for a display.
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()

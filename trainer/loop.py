@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import random
 import shutil
@@ -24,7 +25,7 @@ from intaglio.trainer import checkpoint as checkpoints
 from intaglio.trainer.data.source import Batch, BatchSource
 from intaglio.trainer.diagnosis import explain_not_finite
 from intaglio.trainer.ema import WeightAverage
-from intaglio.trainer.logs import CsvLog, Row, TensorBoardLog, plot_loss, read_log
+from intaglio.trainer.logs import CsvLog, Row, TensorBoardLog, plot_loss, read_log, require_plots
 from intaglio.trainer.optimizers import build_optimizers
 from intaglio.trainer.parallel import Ranks, parallelize, set_gradient_sync
 from intaglio.trainer.recipe import Recipe, check_same_recipe
@@ -32,6 +33,7 @@ from intaglio.trainer.schedules import learning_rate_factor
 from intaglio.trainer.sharding import local, whole
 from intaglio.trainer.tasks.task import Losses, Task
 
+_log = logging.getLogger(__name__)
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # Below this the gradients themselves are not finite, whatever the scale of the loss.
 _SMALLEST_LOSS_SCALE = 2.0**-10
@@ -377,6 +379,8 @@ class Trainer:
         checkpoints.write_checkpoint(folder, tensors, state, self.ranks.is_first)
         if self.ranks.is_first:
             checkpoints.prune(self.checkpoints, self.train.keep)
+        if log is not None:
+            log.plot()
         self.ranks.barrier()
 
     def _weights(self) -> dict[str, torch.Tensor]:
@@ -567,6 +571,8 @@ class _Log:
         self._path = trainer.folder / "log.csv"
         self._plot = trainer.folder / "loss.png" if trainer.train.plot else None
         self._step = trainer.step
+        if self._plot is not None:
+            require_plots()
         self._measures = list(trainer.task.measures(1.0))
         self._report = trainer._report
         self._csv: CsvLog | None = None
@@ -585,13 +591,22 @@ class _Log:
             self._report(row)
 
     def sync(self) -> None:
+        """The rows are on the disk when this returns."""
         if self._csv is not None:
             self._csv.sync()
-            if self._plot is not None:
-                plot_loss(read_log(self._path), self._plot)
+
+    def plot(self) -> None:
+        """Draws the loss. A picture that cannot be drawn is no reason to end a run, and is said."""
+        if self._csv is None or self._plot is None:
+            return
+        try:
+            plot_loss(read_log(self._path), self._plot)
+        except Exception as error:
+            _log.warning("%s is not drawn (%s); the run goes on, and its log has all values", self._plot, error)
 
     def close(self) -> None:
         self.sync()
+        self.plot()
         if self._csv is not None:
             self._csv.close()
         if self._board is not None:

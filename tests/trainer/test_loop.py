@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,13 @@ from intaglio.errors import (
     ConfigError,
     InputError,
     OutputError,
+    RuntimeMissingError,
     TrainingError,
 )
 from intaglio.trainer import checkpoint, loop
 from intaglio.trainer.checkpoint import saved_steps
 from intaglio.trainer.data.source import Batch
-from intaglio.trainer.logs import read_log
+from intaglio.trainer.logs import Row, read_log
 from intaglio.trainer.loop import Trainer
 from intaglio.trainer.parallel import Ranks
 from intaglio.trainer.tasks.task import Losses
@@ -267,6 +269,27 @@ def test_a_signal_that_comes_while_a_step_ends_is_not_lost(tmp_path: Path, monke
     trainer = build(tmp_path, {"steps": 9})
     result = trainer.run()
     assert (result.stopped, result.step, saved_steps(tmp_path / "checkpoints")) == ("SIGTERM", 3, [3])
+
+
+def test_a_plot_that_cannot_be_drawn_is_said_before_training_or_costs_only_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    train = {"steps": 3, "checkpoint_every": 2, "log_every": 1, "plot": True}
+
+    def plot(rows: Sequence[Row], path: Path) -> None:
+        drawn.append(saved_steps(tmp_path / "a" / "checkpoints")[-1])
+        raise ValueError("no font")
+
+    drawn: list[int] = []
+    monkeypatch.setattr(loop, "plot_loss", plot)
+    assert build(tmp_path / "a", train).run().step == 3
+    assert drawn == [2, 3, 3]  # after the checkpoint, and at the end
+    assert (tmp_path / "a" / "model" / "model.pt").is_file()
+    assert "loss.png is not drawn (no font); the run goes on" in caplog.text
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(RuntimeMissingError, match="matplotlib, which is not installed"):
+        build(tmp_path / "b", train).run()
+    assert not (tmp_path / "b" / "log.csv").exists()
 
 
 def train_until_killed(_: Ranks, folder: Path, writes: int) -> None:
