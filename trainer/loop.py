@@ -27,7 +27,7 @@ from intaglio.trainer.diagnosis import explain_not_finite
 from intaglio.trainer.ema import WeightAverage
 from intaglio.trainer.logs import CsvLog, Row, TensorBoardLog, plot_loss, read_log, require_plots
 from intaglio.trainer.optimizers import build_optimizers
-from intaglio.trainer.parallel import Ranks, parallelize, set_gradient_sync
+from intaglio.trainer.parallel import Ranks, parallelize, reshard, set_gradient_sync
 from intaglio.trainer.recipe import Recipe, check_same_recipe
 from intaglio.trainer.schedules import learning_rate_factor
 from intaglio.trainer.sharding import local, whole
@@ -335,6 +335,7 @@ class Trainer:
                 names = list(losses.parts)
                 values = torch.stack([losses.total, *losses.parts.values()]).double().tolist()
                 sums = [a + b for a, b in zip(sums or [0.0] * len(values), values, strict=True)]
+            reshard(self._module)
         self.task.train()
         source.load_state_dict(start)
         *sums, total = self.ranks.sum([*sums, float(weight)])

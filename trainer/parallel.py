@@ -101,15 +101,35 @@ def parallelize(task: nn.Module, kind: ParallelKind, ranks: Ranks) -> nn.Module:
     if ranks.world_size == 1:
         return task
     if kind == "ddp":
-        return DistributedDataParallel(task, device_ids=[ranks.device] if ranks.device.type == "cuda" else None)
+        wrapped = DistributedDataParallel(task, device_ids=[ranks.device] if ranks.device.type == "cuda" else None)
+        # Buffers stay the same on all ranks, and those of packed weights are large. They are sent once, above.
+        wrapped.broadcast_buffers = False
+        return wrapped
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
-    for module in task.modules():
-        if isinstance(module, nn.ModuleList):
-            for block in module:
-                if any(parameter.requires_grad for parameter in block.parameters()):
-                    fully_shard(block, mesh=mesh)
+    for block in dict.fromkeys(_blocks(task)):
+        if any(parameter.requires_grad for parameter in block.parameters()):
+            fully_shard(block, mesh=mesh)
     fully_shard(task, mesh=mesh)
     return task
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The members of lists of modules, but not what lists within them hold: a parameter is sharded once."""
+    for child in module.children():
+        if isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList):
+            yield child
+        else:
+            yield from _blocks(child)
+
+
+def reshard(module: nn.Module) -> None:
+    """Drops the whole weights that a forward pass without a backward pass left of a sharded ``module``.
+
+    The next pass gathers them anew; until then it would not see that its shards changed.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def set_gradient_sync(module: nn.Module, wanted: bool) -> None:

@@ -129,6 +129,18 @@ def test_two_ranks_equal_one_with_the_doubled_batch(
         assert difference(*saved) <= bound
 
 
+def train_evaluated(ranks: Ranks, folder: Path) -> list[dict[str, torch.Tensor]]:
+    return [
+        train(ranks, folder / "plain", 4, "fsdp"),
+        train(ranks, folder / "evaluated", 4, "fsdp", evaluate_every=3, evaluation=True),
+    ]
+
+
+def test_evaluations_of_averaged_weights_leave_sharded_ones_alone(tmp_path: Path) -> None:
+    for plain, evaluated in on_ranks(2, train_evaluated, tmp_path):
+        assert difference(plain, evaluated) == 0.0
+
+
 def stopped(ranks: Ranks, folder: Path) -> tuple[str | None, int]:
     """A signal reaches the second rank alone, while the ranks agree on whether to stop after the second step."""
     reduced = Ranks.max
