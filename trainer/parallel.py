@@ -12,6 +12,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from intaglio.errors import InputError
@@ -97,9 +98,13 @@ def parallelize(task: nn.Module, kind: ParallelKind, ranks: Ranks) -> nn.Module:
     """What is called in place of ``task``, whose gradients are then means over the ranks.
 
     ``ddp`` wraps it; ``fsdp`` shards the parameters of ``task`` itself, each block of a list of blocks on its own.
+    Running statistics of batch norms become those of the batches of all ranks; what is normed by is a rank's own.
     """
     if ranks.world_size == 1:
         return task
+    for module in task.modules():
+        if isinstance(module, _BatchNorm) and module.track_running_stats:
+            _share_statistics(module)
     if kind == "ddp":
         wrapped = DistributedDataParallel(task, device_ids=[ranks.device] if ranks.device.type == "cuda" else None)
         # Buffers stay the same on all ranks, and those of packed weights are large. They are sent once, above.
@@ -120,6 +125,35 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield child
         else:
             yield from _blocks(child)
+
+
+def _share_statistics(norm: _BatchNorm) -> None:
+    """Has ``norm`` learn the mean and the variance of the batches of all ranks together."""
+    earlier: list[torch.Tensor] = []
+
+    def keep(_module: nn.Module, _inputs: Any) -> None:
+        if norm.training:
+            assert norm.running_mean is not None and norm.running_var is not None
+            earlier[:] = norm.running_mean.clone(), norm.running_var.clone()
+
+    @torch.no_grad()
+    def share(_module: nn.Module, inputs: Any, _output: Any) -> None:
+        if not norm.training:
+            return
+        values = inputs[0].detach().transpose(0, 1).flatten(1).double()
+        sums = torch.stack([torch.full_like(values[:, 0], values.shape[1]), values.sum(1), values.square().sum(1)])
+        distributed.all_reduce(sums)
+        count, total, squares = sums
+        mean = total / count
+        variance = (squares - count * mean.square()).clamp(min=0) / (count - 1)
+        assert norm.num_batches_tracked is not None
+        share_of_new = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+        for buffer, before, new in zip((norm.running_mean, norm.running_var), earlier, (mean, variance), strict=True):
+            assert buffer is not None
+            buffer.copy_(before.lerp(new.to(before.dtype), share_of_new))
+
+    norm.register_forward_pre_hook(keep)
+    norm.register_forward_hook(share)
 
 
 def reshard(module: nn.Module) -> None:
