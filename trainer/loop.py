@@ -241,8 +241,14 @@ class Trainer:
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
     def _losses(self, batch: Batch, kind: int, step: int, index: int) -> Losses:
-        """The task's loss, its generator seeded from all that tells this micro-batch from others."""
-        self._generator.manual_seed(_seed(self.settings.seed, kind, step, self.ranks.rank, index))
+        """The task's loss, its generator seeded with the seed of the first example: one more for each that follows.
+
+        Examples count from the first of the step, over micro-batches and ranks, however the step is divided into them.
+        """
+        data = self.settings.evaluation_data if kind == _EVALUATION else self.settings.data
+        size = (data or {}).get("batch_size", len(next(iter(batch.values()))))
+        first = (index * self.ranks.world_size + self.ranks.rank) * size
+        self._generator.manual_seed(_seed(self.settings.seed, kind, step) + first)
         dtype = _DTYPES.get(self.train.precision)
         precision = torch.autocast(self.device.type, dtype=dtype) if dtype is not None else nullcontext()
         with precision:
