@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import random
 import shutil
@@ -25,7 +24,7 @@ from intaglio.trainer import checkpoint as checkpoints
 from intaglio.trainer.data.source import Batch, BatchSource
 from intaglio.trainer.diagnosis import explain_not_finite
 from intaglio.trainer.ema import WeightAverage
-from intaglio.trainer.logs import CsvLog, Row, TensorBoardLog, plot_loss, read_log, require_plots
+from intaglio.trainer.logs import Row, RunLog
 from intaglio.trainer.optimizers import build_optimizers
 from intaglio.trainer.parallel import Ranks, parallelize, reshard, set_gradient_sync
 from intaglio.trainer.recipe import Recipe, check_same_recipe
@@ -33,7 +32,6 @@ from intaglio.trainer.schedules import learning_rate_factor
 from intaglio.trainer.sharding import local, whole
 from intaglio.trainer.tasks.task import Losses, Task
 
-_log = logging.getLogger(__name__)
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # Below this the gradients themselves are not finite, whatever the scale of the loss.
 _SMALLEST_LOSS_SCALE = 2.0**-10
@@ -136,7 +134,9 @@ class Trainer:
         where a callback asked to stop (there is a checkpoint then), OutputError.
         """
         self._begin(resume)
-        log = _Log(self) if self.ranks.is_first else None
+        log = None
+        if self.ranks.is_first:
+            log = RunLog(self.folder, self.train, self.step, list(self.task.measures(1.0)), self._report)
         row: dict[str, float] = {}
         try:
             with self._signals():
@@ -149,7 +149,7 @@ class Trainer:
         best = self._best[1] if self._best else None
         return TrainingResult(self.step, row.get("loss"), row.get("evaluation_loss"), best, self._stop, self._skipped)
 
-    def _steps(self, log: _Log | None) -> dict[str, float]:
+    def _steps(self, log: RunLog | None) -> dict[str, float]:
         """All steps that are left; returns the last row of the log."""
         steps = self.train.steps
         progress = Progress(self._progress, "training", max(0, steps - self.step), "steps")
@@ -353,7 +353,7 @@ class Trainer:
 
     # Saving
 
-    def _save_checkpoint(self, log: _Log | None) -> None:
+    def _save_checkpoint(self, log: RunLog | None) -> None:
         """Writes the checkpoint of this step and removes old ones. All ranks have to call it."""
         if log is not None:
             log.sync()
@@ -569,52 +569,3 @@ class _Interval:
         result[f"{unit}_per_second"] = self._units / max(1e-9, time.monotonic() - self._begun)
         result["seconds"] = seconds
         return result
-
-
-class _Log:
-    """Where the rows go: ``log.csv``, TensorBoard, the caller."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._path = trainer.folder / "log.csv"
-        self._plot = trainer.folder / "loss.png" if trainer.train.plot else None
-        self._step = trainer.step
-        if self._plot is not None:
-            require_plots()
-        self._measures = list(trainer.task.measures(1.0))
-        self._report = trainer._report
-        self._csv: CsvLog | None = None
-        self._board = TensorBoardLog(trainer.folder / "tensorboard", self._step) if trainer.train.tensorboard else None
-
-    def write(self, row: Row) -> None:
-        if self._csv is None:
-            names = [name for name in row if not name.startswith("evaluation_")]
-            parts = names[1 : names.index("learning_rate")]
-            columns = [*names, *(f"evaluation_{name}" for name in [*parts, *self._measures])]
-            self._csv = CsvLog(self._path, columns, self._step)
-        self._csv.write(row)
-        if self._board is not None:
-            self._board.write(row)
-        if self._report is not None:
-            self._report(row)
-
-    def sync(self) -> None:
-        """The rows are on the disk when this returns."""
-        if self._csv is not None:
-            self._csv.sync()
-
-    def plot(self) -> None:
-        """Draws the loss. A picture that cannot be drawn is no reason to end a run, and is said."""
-        if self._csv is None or self._plot is None:
-            return
-        try:
-            plot_loss(read_log(self._path), self._plot)
-        except Exception as error:
-            _log.warning("%s is not drawn (%s); the run goes on, and its log has all values", self._plot, error)
-
-    def close(self) -> None:
-        self.sync()
-        self.plot()
-        if self._csv is not None:
-            self._csv.close()
-        if self._board is not None:
-            self._board.close()

@@ -29,7 +29,7 @@ from intaglio.errors import (
     RuntimeMissingError,
     TrainingError,
 )
-from intaglio.trainer import checkpoint, loop
+from intaglio.trainer import checkpoint, logs, loop
 from intaglio.trainer.checkpoint import saved_steps
 from intaglio.trainer.data.source import Batch
 from intaglio.trainer.logs import Row, read_log
@@ -281,7 +281,7 @@ def test_a_plot_that_cannot_be_drawn_is_said_before_training_or_costs_only_itsel
         raise ValueError("no font")
 
     drawn: list[int] = []
-    monkeypatch.setattr(loop, "plot_loss", plot)
+    monkeypatch.setattr(logs, "plot_loss", plot)
     assert build(tmp_path / "a", train).run().step == 3
     assert drawn == [2, 3, 3]  # after the checkpoint, and at the end
     assert (tmp_path / "a" / "model" / "model.pt").is_file()
