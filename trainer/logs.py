@@ -3,15 +3,78 @@
 from __future__ import annotations
 
 import csv
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from intaglio.errors import OutputError, RuntimeMissingError
 from intaglio.output import replaced_file
 
+if TYPE_CHECKING:
+    from intaglio.trainer.recipe import TrainSettings
+
 Row = Mapping[str, float]
+_log = logging.getLogger(__name__)
+
+
+class RunLog:
+    """Where the rows of the run in ``folder`` go: ``log.csv``, a plot of it, TensorBoard, ``report``.
+
+    ``step`` is the last one that the log keeps; ``measures`` are what evaluations say beside losses. Raises
+    RuntimeMissingError where a package is not installed that ``settings`` ask for.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: TrainSettings,
+        step: int,
+        measures: Sequence[str],
+        report: Callable[[Row], object] | None = None,
+    ) -> None:
+        self._path = folder / "log.csv"
+        self._plot = folder / "loss.png" if settings.plot else None
+        if self._plot is not None:
+            require_plots()
+        self._step, self._measures, self._report = step, measures, report
+        self._csv: CsvLog | None = None
+        self._board = TensorBoardLog(folder / "tensorboard", step) if settings.tensorboard else None
+
+    def write(self, row: Row) -> None:
+        if self._csv is None:
+            names = [name for name in row if not name.startswith("evaluation_")]
+            parts = names[1 : names.index("learning_rate")]
+            columns = [*names, *(f"evaluation_{name}" for name in [*parts, *self._measures])]
+            self._csv = CsvLog(self._path, columns, self._step)
+        self._csv.write(row)
+        if self._board is not None:
+            self._board.write(row)
+        if self._report is not None:
+            self._report(row)
+
+    def sync(self) -> None:
+        """The rows are on the disk when this returns."""
+        if self._csv is not None:
+            self._csv.sync()
+
+    def plot(self) -> None:
+        """Draws the loss. A picture that cannot be drawn is no reason to end a run, and is said."""
+        if self._csv is None or self._plot is None:
+            return
+        try:
+            plot_loss(read_log(self._path), self._plot)
+        except Exception as error:
+            _log.warning("%s is not drawn (%s); the run goes on, and its log has all values", self._plot, error)
+
+    def close(self) -> None:
+        self.sync()
+        self.plot()
+        if self._csv is not None:
+            self._csv.close()
+        if self._board is not None:
+            self._board.close()
 
 
 class CsvLog:
@@ -85,15 +148,22 @@ class TensorBoardLog:
         self._writer.close()
 
 
-def plot_loss(rows: Sequence[Row], path: Path) -> None:
-    """Draws the loss over the steps, and that of the evaluation, as a PNG. Raises RuntimeMissingError."""
+def require_plots() -> None:
+    """Raises RuntimeMissingError where :func:`plot_loss` cannot draw."""
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise RuntimeMissingError(
             "the plot of the loss needs the package matplotlib, which is not installed: pip install 'intaglio[train]', "
             "or set train.plot = false"
         ) from error
+
+
+def plot_loss(rows: Sequence[Row], path: Path) -> None:
+    """Draws the loss over the steps, and that of the evaluation, as a PNG. Raises RuntimeMissingError, OutputError."""
+    require_plots()
+    from matplotlib.figure import Figure
+
     # A figure of its own: pyplot would keep state and look for a display.
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()

@@ -24,9 +24,9 @@ from intaglio.trainer import checkpoint as checkpoints
 from intaglio.trainer.data.source import Batch, BatchSource
 from intaglio.trainer.diagnosis import explain_not_finite
 from intaglio.trainer.ema import WeightAverage
-from intaglio.trainer.logs import CsvLog, Row, TensorBoardLog, plot_loss, read_log
+from intaglio.trainer.logs import Row, RunLog
 from intaglio.trainer.optimizers import build_optimizers
-from intaglio.trainer.parallel import Ranks, parallelize, set_gradient_sync
+from intaglio.trainer.parallel import Ranks, parallelize, reshard, set_gradient_sync
 from intaglio.trainer.recipe import Recipe, check_same_recipe
 from intaglio.trainer.schedules import learning_rate_factor
 from intaglio.trainer.sharding import local, whole
@@ -109,6 +109,8 @@ class Trainer:
         self._stale_evaluations = 0
         self._seconds = 0.0
         self._interval = _Interval()
+        # What asked to stop, in the order in which it did; a signal's handler does no more than add to it.
+        self._asked: list[str | None] = [None]
         self._stop: str | None = None
         self._cancelled: CancelledError | None = None
 
@@ -132,7 +134,9 @@ class Trainer:
         where a callback asked to stop (there is a checkpoint then), OutputError.
         """
         self._begin(resume)
-        log = _Log(self) if self.ranks.is_first else None
+        log = None
+        if self.ranks.is_first:
+            log = RunLog(self.folder, self.train, self.step, list(self.task.measures(1.0)), self._report)
         row: dict[str, float] = {}
         try:
             with self._signals():
@@ -145,7 +149,7 @@ class Trainer:
         best = self._best[1] if self._best else None
         return TrainingResult(self.step, row.get("loss"), row.get("evaluation_loss"), best, self._stop, self._skipped)
 
-    def _steps(self, log: _Log | None) -> dict[str, float]:
+    def _steps(self, log: RunLog | None) -> dict[str, float]:
         """All steps that are left; returns the last row of the log."""
         steps = self.train.steps
         progress = Progress(self._progress, "training", max(0, steps - self.step), "steps")
@@ -166,7 +170,8 @@ class Trainer:
                 if log is not None:
                     log.write(row)
             self._advance(progress)
-            self._stop = _STOPS[int(self.ranks.max([_STOPS.index(self._stop)])[0])]  # one rank that stops stops all
+            # One rank that stops stops all. What is asked after this is seen in the next step.
+            self._stop = _STOPS[int(self.ranks.max([max(map(_STOPS.index, self._asked))])[0])]
             if self.step % self.train.checkpoint_every == 0 or self.step == steps or self._stop:
                 self._save_checkpoint(log)
         if self._stop == "cancelled":
@@ -182,7 +187,8 @@ class Trainer:
         try:
             progress.advance(1)
         except CancelledError as error:
-            self._stop, self._cancelled = "cancelled", error
+            self._cancelled = error
+            self._asked.append("cancelled")
 
     # One update
 
@@ -235,8 +241,14 @@ class Trainer:
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
     def _losses(self, batch: Batch, kind: int, step: int, index: int) -> Losses:
-        """The task's loss, its generator seeded from all that tells this micro-batch from others."""
-        self._generator.manual_seed(_seed(self.settings.seed, kind, step, self.ranks.rank, index))
+        """The task's loss, its generator seeded with the seed of the first example: one more for each that follows.
+
+        Examples count from the first of the step, over micro-batches and ranks, however the step is divided into them.
+        """
+        data = self.settings.evaluation_data if kind == _EVALUATION else self.settings.data
+        size = (data or {}).get("batch_size", len(next(iter(batch.values()))))
+        first = (index * self.ranks.world_size + self.ranks.rank) * size
+        self._generator.manual_seed(_seed(self.settings.seed, kind, step) + first)
         dtype = _DTYPES.get(self.train.precision)
         precision = torch.autocast(self.device.type, dtype=dtype) if dtype is not None else nullcontext()
         with precision:
@@ -307,7 +319,7 @@ class Trainer:
         else:
             self._stale_evaluations += 1
             if self.train.patience is not None and self._stale_evaluations >= self.train.patience:
-                self._stop = "patience"
+                self._asked.append("patience")
         return result
 
     @torch.no_grad()
@@ -329,6 +341,7 @@ class Trainer:
                 names = list(losses.parts)
                 values = torch.stack([losses.total, *losses.parts.values()]).double().tolist()
                 sums = [a + b for a, b in zip(sums or [0.0] * len(values), values, strict=True)]
+            reshard(self._module)
         self.task.train()
         source.load_state_dict(start)
         *sums, total = self.ranks.sum([*sums, float(weight)])
@@ -340,7 +353,7 @@ class Trainer:
 
     # Saving
 
-    def _save_checkpoint(self, log: _Log | None) -> None:
+    def _save_checkpoint(self, log: RunLog | None) -> None:
         """Writes the checkpoint of this step and removes old ones. All ranks have to call it."""
         if log is not None:
             log.sync()
@@ -373,6 +386,8 @@ class Trainer:
         checkpoints.write_checkpoint(folder, tensors, state, self.ranks.is_first)
         if self.ranks.is_first:
             checkpoints.prune(self.checkpoints, self.train.keep)
+        if log is not None:
+            log.plot()
         self.ranks.barrier()
 
     def _weights(self) -> dict[str, torch.Tensor]:
@@ -486,7 +501,7 @@ class Trainer:
         earlier = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
         def stop(number: int, _: object) -> None:
-            self._stop = signal.Signals(number).name
+            self._asked.append(signal.Signals(number).name)
             for each, handler in earlier.items():
                 signal.signal(each, handler)
 
@@ -554,41 +569,3 @@ class _Interval:
         result[f"{unit}_per_second"] = self._units / max(1e-9, time.monotonic() - self._begun)
         result["seconds"] = seconds
         return result
-
-
-class _Log:
-    """Where the rows go: ``log.csv``, TensorBoard, the caller."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._path = trainer.folder / "log.csv"
-        self._plot = trainer.folder / "loss.png" if trainer.train.plot else None
-        self._step = trainer.step
-        self._measures = list(trainer.task.measures(1.0))
-        self._report = trainer._report
-        self._csv: CsvLog | None = None
-        self._board = TensorBoardLog(trainer.folder / "tensorboard", self._step) if trainer.train.tensorboard else None
-
-    def write(self, row: Row) -> None:
-        if self._csv is None:
-            names = [name for name in row if not name.startswith("evaluation_")]
-            parts = names[1 : names.index("learning_rate")]
-            columns = [*names, *(f"evaluation_{name}" for name in [*parts, *self._measures])]
-            self._csv = CsvLog(self._path, columns, self._step)
-        self._csv.write(row)
-        if self._board is not None:
-            self._board.write(row)
-        if self._report is not None:
-            self._report(row)
-
-    def sync(self) -> None:
-        if self._csv is not None:
-            self._csv.sync()
-            if self._plot is not None:
-                plot_loss(read_log(self._path), self._plot)
-
-    def close(self) -> None:
-        self.sync()
-        if self._csv is not None:
-            self._csv.close()
-        if self._board is not None:
-            self._board.close()

@@ -19,6 +19,8 @@ Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 OptimizerKind = Literal["sgd", "adamw", "muon", "lion", "shampoo"]
 # Muon is for the weights of the repeated blocks; what comes before and after them is AdamW's.
 _BLOCK = re.compile(r"\.\d+\.")
+# Keys of a group that say how this process computes, which another that goes on from its state may do otherwise.
+_OF_THE_DEVICE = ("fused", "foreach", "capturable")
 
 
 class GroupSettings(BaseModel):
@@ -83,8 +85,10 @@ class Optimizers:
             )
         for group, saved in zip(groups, state["groups"], strict=True):
             for key, value in saved.items():
+                if key in _OF_THE_DEVICE:
+                    continue
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-        owner = {self._names[p]: (o, p) for o in self.all for g in o.param_groups for p in g["params"]}
+        owner = {self._names[p]: (o, g, p) for o in self.all for g in o.param_groups for p in g["params"]}
         for name, value in [*tensors.items(), *state["values"].items()]:
             parameter_name, _, key = name.rpartition("/")
             if parameter_name not in owner:
@@ -92,10 +96,19 @@ class Optimizers:
                     f"the saved optimizer has a state of {parameter_name}, which is not trained here; resume with the "
                     "recipe that the checkpoint was written with"
                 )
-            optimizer, parameter = owner[parameter_name]
+            optimizer, group, parameter = owner[parameter_name]
             if isinstance(value, torch.Tensor):
-                value = like(value, parameter) if value.ndim else value
+                value = _placed(key, value, parameter, group)
             optimizer.state[parameter][key] = value
+
+
+def _placed(key: str, value: torch.Tensor, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+    """A tensor of a saved state where the state of ``parameter`` lies, as torch's ``load_state_dict`` has it."""
+    if key != "step":
+        return like(value, parameter)
+    if group.get("fused") or group.get("capturable"):
+        return value.to(parameter.device, torch.float32)
+    return value
 
 
 def build_optimizers(parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings) -> Optimizers:

@@ -12,6 +12,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from intaglio.errors import InputError
@@ -97,19 +98,72 @@ def parallelize(task: nn.Module, kind: ParallelKind, ranks: Ranks) -> nn.Module:
     """What is called in place of ``task``, whose gradients are then means over the ranks.
 
     ``ddp`` wraps it; ``fsdp`` shards the parameters of ``task`` itself, each block of a list of blocks on its own.
+    Running statistics of batch norms become those of the batches of all ranks; what is normed by is a rank's own.
     """
     if ranks.world_size == 1:
         return task
-    if kind == "ddp":
-        return DistributedDataParallel(task, device_ids=[ranks.device] if ranks.device.type == "cuda" else None)
-    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     for module in task.modules():
-        if isinstance(module, nn.ModuleList):
-            for block in module:
-                if any(parameter.requires_grad for parameter in block.parameters()):
-                    fully_shard(block, mesh=mesh)
+        if isinstance(module, _BatchNorm) and module.track_running_stats:
+            _share_statistics(module)
+    if kind == "ddp":
+        wrapped = DistributedDataParallel(task, device_ids=[ranks.device] if ranks.device.type == "cuda" else None)
+        # Buffers stay the same on all ranks, and those of packed weights are large. They are sent once, above.
+        wrapped.broadcast_buffers = False
+        return wrapped
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    for block in dict.fromkeys(_blocks(task)):
+        if any(parameter.requires_grad for parameter in block.parameters()):
+            fully_shard(block, mesh=mesh)
     fully_shard(task, mesh=mesh)
     return task
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The members of lists of modules, but not what lists within them hold: a parameter is sharded once."""
+    for child in module.children():
+        if isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList):
+            yield child
+        else:
+            yield from _blocks(child)
+
+
+def _share_statistics(norm: _BatchNorm) -> None:
+    """Has ``norm`` learn the mean and the variance of the batches of all ranks together."""
+    earlier: list[torch.Tensor] = []
+
+    def keep(_module: nn.Module, _inputs: Any) -> None:
+        if norm.training:
+            assert norm.running_mean is not None and norm.running_var is not None
+            earlier[:] = norm.running_mean.clone(), norm.running_var.clone()
+
+    @torch.no_grad()
+    def share(_module: nn.Module, inputs: Any, _output: Any) -> None:
+        if not norm.training:
+            return
+        values = inputs[0].detach().transpose(0, 1).flatten(1).double()
+        sums = torch.stack([torch.full_like(values[:, 0], values.shape[1]), values.sum(1), values.square().sum(1)])
+        distributed.all_reduce(sums)
+        count, total, squares = sums
+        mean = total / count
+        variance = (squares - count * mean.square()).clamp(min=0) / (count - 1)
+        assert norm.num_batches_tracked is not None
+        share_of_new = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+        for buffer, before, new in zip((norm.running_mean, norm.running_var), earlier, (mean, variance), strict=True):
+            assert buffer is not None
+            buffer.copy_(before.lerp(new.to(before.dtype), share_of_new))
+
+    norm.register_forward_pre_hook(keep)
+    norm.register_forward_hook(share)
+
+
+def reshard(module: nn.Module) -> None:
+    """Drops the whole weights that a forward pass without a backward pass left of a sharded ``module``.
+
+    The next pass gathers them anew; until then it would not see that its shards changed.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def set_gradient_sync(module: nn.Module, wanted: bool) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from intaglio.errors import CheckpointError
 from intaglio.trainer.data.source import Batch
 from intaglio.trainer.recipe import Recipe
-from intaglio.trainer.tasks.task import Losses, Task
+from intaglio.trainer.tasks.task import Losses, Task, example_noise
 
 WIDTH = 8
 
@@ -91,7 +91,7 @@ class Regression(Task):
 
     def forward(self, batch: Batch, generator: torch.Generator) -> Losses:
         x = batch["x"]
-        x = x + self.noise * torch.randn(x.shape, generator=generator)
+        x = x + self.noise * example_noise(generator, *x.shape)
         hidden = self.embed(x)
         for block in self.blocks:
             hidden = block(hidden)

@@ -7,6 +7,8 @@ import math
 import os
 import shutil
 import signal
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,19 @@ from safetensors import SafetensorError
 from torch.nn import functional
 from training_parts import ListSource, Regression, recipe, regression_examples
 
-from intaglio.errors import CancelledError, CheckpointError, ConfigError, InputError, OutputError, TrainingError
-from intaglio.trainer import checkpoint, loop
+from intaglio.errors import (
+    CancelledError,
+    CheckpointError,
+    ConfigError,
+    InputError,
+    OutputError,
+    RuntimeMissingError,
+    TrainingError,
+)
+from intaglio.trainer import checkpoint, logs, loop
 from intaglio.trainer.checkpoint import saved_steps
 from intaglio.trainer.data.source import Batch
-from intaglio.trainer.logs import read_log
+from intaglio.trainer.logs import Row, read_log
 from intaglio.trainer.loop import Trainer
 from intaglio.trainer.parallel import Ranks
 from intaglio.trainer.tasks.task import Losses
@@ -247,6 +257,41 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(tmp_path: Path, 
     assert_equal(weights(whole), weights(resumed))
 
 
+def test_a_signal_that_comes_while_a_step_ends_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes after what was asked for in the second step was read."""
+
+    def signalled(self: Ranks, values: Sequence[float]) -> list[float]:
+        if trainer.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return list(values)
+
+    monkeypatch.setattr(Ranks, "max", signalled)
+    trainer = build(tmp_path, {"steps": 9})
+    result = trainer.run()
+    assert (result.stopped, result.step, saved_steps(tmp_path / "checkpoints")) == ("SIGTERM", 3, [3])
+
+
+def test_a_plot_that_cannot_be_drawn_is_said_before_training_or_costs_only_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    train = {"steps": 3, "checkpoint_every": 2, "log_every": 1, "plot": True}
+
+    def plot(rows: Sequence[Row], path: Path) -> None:
+        drawn.append(saved_steps(tmp_path / "a" / "checkpoints")[-1])
+        raise ValueError("no font")
+
+    drawn: list[int] = []
+    monkeypatch.setattr(logs, "plot_loss", plot)
+    assert build(tmp_path / "a", train).run().step == 3
+    assert drawn == [2, 3, 3]  # after the checkpoint, and at the end
+    assert (tmp_path / "a" / "model" / "model.pt").is_file()
+    assert "loss.png is not drawn (no font); the run goes on" in caplog.text
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(RuntimeMissingError, match="matplotlib, which is not installed"):
+        build(tmp_path / "b", train).run()
+    assert not (tmp_path / "b" / "log.csv").exists()
+
+
 def train_until_killed(_: Ranks, folder: Path, writes: int) -> None:
     """Dies by SIGKILL in the middle of writing its n-th file of tensors."""
 
@@ -300,7 +345,7 @@ def test_evaluation_takes_averaged_weights_the_same_noise_and_changes_nothing(tm
     task.eval()
     source = ListSource(regression_examples(24, seed=2), 8)
     batches = list(source)
-    generators = [torch.Generator().manual_seed(loop._seed(3, 1, 0, 0, i)) for i in range(len(batches))]
+    generators = [torch.Generator().manual_seed(loop._seed(3, 1, 0) + 8 * i) for i in range(len(batches))]
     losses = [float(task(batch, g).total.detach()) for batch, g in zip(batches, generators, strict=True)]
     assert sum(losses) / sum(float(b["weight"].sum()) for b in batches) == pytest.approx(
         result.evaluation_loss, rel=1e-6

@@ -132,6 +132,37 @@ def test_bad_groups_are_refused() -> None:
         build(match=["blocks.*"], kind="muon")
 
 
+@pytest.mark.parametrize("key", ["fused", "capturable"])
+def test_a_loaded_count_of_steps_lies_where_the_update_is_computed(key: str) -> None:
+    """As torch's own ``load_state_dict`` puts it: beside the parameter, or else in ordinary memory."""
+    settings = OptimizerSettings()
+    parameters = {"blocks.0.weight": nn.Parameter(torch.ones(2, 2)), "scale": nn.Parameter(torch.ones(()))}
+    saved = build_optimizers(parameters, settings)
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    saved.all[0].step()
+    tensors, values = saved.state()
+    elsewhere = {name: nn.Parameter(torch.empty_like(p, device="meta")) for name, p in parameters.items()}
+    for wanted in (True, False):
+        loaded = build_optimizers(elsewhere, settings)
+        for group in loaded.all[0].param_groups:
+            group |= {"fused": False, "capturable": False, "foreach": False, key: wanted}
+        loaded.load_state(tensors, values)
+        oracle = torch.optim.AdamW(elsewhere.values(), lr=0.1)
+        oracle.load_state_dict(
+            {
+                "state": dict(enumerate(saved.all[0].state.values())),
+                "param_groups": [{**oracle.state_dict()["param_groups"][0], key: wanted}],
+            }
+        )
+        for parameter in elsewhere.values():
+            ours, theirs = loaded.all[0].state[parameter], oracle.state[parameter]
+            assert {k: (v.device, v.dtype) for k, v in ours.items()} == {
+                k: (v.device, v.dtype) for k, v in theirs.items()
+            }
+        assert all(group[key] is wanted for group in loaded.all[0].param_groups)
+
+
 def test_state_of_other_parameters_is_refused() -> None:
     parameters = trained_parameters(Regression())
     optimizers = build_optimizers(parameters, OptimizerSettings())

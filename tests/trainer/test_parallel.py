@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from training_parts import ListSource, Regression, recipe, regression_examples
 from intaglio.errors import ConfigError, TrainingError
 from intaglio.progress import ProgressEvent
 from intaglio.trainer.checkpoint import read_tensors
+from intaglio.trainer.data.source import Batch
 from intaglio.trainer.logs import read_log
 from intaglio.trainer.loop import Trainer
 from intaglio.trainer.parallel import Ranks
@@ -37,7 +39,7 @@ def train(
     *,
     resume: bool = False,
     killed_after: int | None = None,
-    evaluation: bool = False,
+    evaluation: Batch | None = None,
     **settings: Any,
 ) -> dict[str, torch.Tensor]:
     """Trains on this rank's share; returns the weights of the last checkpoint."""
@@ -47,7 +49,7 @@ def train(
             os.kill(os.getpid(), signal.SIGKILL)
 
     train_settings = {"steps": STEPS, "ema": 0.9, "checkpoint_every": 6, **settings}
-    more: dict[str, Any] = {"evaluation_data": {}} if evaluation else {}
+    more: dict[str, Any] = {"evaluation_data": {}} if evaluation is not None else {}
     trainer = Trainer(
         build(),
         ListSource(regression_examples(), batch_size, ranks.rank, ranks.world_size),
@@ -60,7 +62,7 @@ def train(
             **more,
         ),
         folder,
-        ListSource(regression_examples(seed=1), batch_size, ranks.rank, ranks.world_size) if evaluation else None,
+        None if evaluation is None else ListSource(evaluation, batch_size, ranks.rank, ranks.world_size),
         kill if killed_after is not None and ranks.rank == ranks.world_size - 1 else None,
         ranks=ranks,
         rebuild=build,
@@ -94,7 +96,7 @@ def train_all(ranks: Ranks, folder: Path) -> dict[tuple[str, str], dict[str, tor
             kind,
             OPTIMIZERS[name],
             evaluate_every=10,
-            evaluation=True,
+            evaluation=regression_examples(seed=1),
             accumulate=2 if name in ("sgd", "adamw") else 1,
         )
         for kind, name in CASES
@@ -116,7 +118,9 @@ def test_two_ranks_equal_one_with_the_doubled_batch(
     Muon's products are in bfloat16, and in another order where its matrices are sharded: hence its bound.
     """
     bound = 1e-2 if (kind, name) == ("fsdp", "muon") else 1e-5
-    one = train(Ranks(), tmp_path, 8, optimizer=OPTIMIZERS[name], evaluate_every=10, evaluation=True)
+    one = train(
+        Ranks(), tmp_path, 8, optimizer=OPTIMIZERS[name], evaluate_every=10, evaluation=regression_examples(seed=1)
+    )
     folder, weights = two_ranks[0] / f"{kind}-{name}", two_ranks[1]
     for of_rank in weights:
         assert difference(one, of_rank[kind, name]) <= bound
@@ -126,6 +130,42 @@ def test_two_ranks_equal_one_with_the_doubled_batch(
     for model in ("model", "best"):
         saved = [torch.load(run / model / "model.pt") for run in (tmp_path, folder)]
         assert difference(*saved) <= bound
+
+
+def train_evaluated(ranks: Ranks, folder: Path) -> list[dict[str, torch.Tensor]]:
+    """Evaluations get worse and worse: saving the best one, or a checkpoint, would drop the gathered weights."""
+    opposite = regression_examples(seed=1)
+    opposite["y"] = -opposite["y"]
+    return [
+        train(ranks, folder / "plain", 4, "fsdp"),
+        train(ranks, folder / "evaluated", 4, "fsdp", evaluate_every=3, evaluation=opposite, checkpoint_every=STEPS),
+    ]
+
+
+def test_evaluations_of_averaged_weights_leave_sharded_ones_alone(tmp_path: Path) -> None:
+    for plain, evaluated in on_ranks(2, train_evaluated, tmp_path):
+        assert difference(plain, evaluated) == 0.0
+
+
+def stopped(ranks: Ranks, folder: Path) -> tuple[str | None, int]:
+    """A signal reaches the second rank alone, while the ranks agree on whether to stop after the second step."""
+    reduced = Ranks.max
+
+    def signalled(self: Ranks, values: Sequence[float]) -> list[float]:
+        result = reduced(self, values)
+        if trainer.step == 2 and self.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    Ranks.max = signalled  # type: ignore[method-assign]
+    source = ListSource(regression_examples(), 4, ranks.rank, ranks.world_size)
+    trainer = Trainer(build(), source, recipe({"steps": 9}), folder, ranks=ranks)
+    result = trainer.run()
+    return result.stopped, result.step
+
+
+def test_a_signal_to_one_rank_stops_all_whenever_it_comes(tmp_path: Path) -> None:
+    assert on_ranks(2, stopped, tmp_path) == [("SIGTERM", 3)] * 2
 
 
 def train_killed(ranks: Ranks, folder: Path, kind: str) -> None:

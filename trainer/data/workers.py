@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Generic, TypeVar
 
 from intaglio.errors import DataError
@@ -47,7 +48,7 @@ class OrderedPool(Generic[Note]):
         waiting: deque[tuple[Future[Made], Note]] = deque()
         try:
             for epoch, draws, note in work:
-                with _interrupts_held():
+                with _signals_held():
                     future = executor.submit(_make, epoch, draws)
                 waiting.append((future, note))
                 if len(waiting) > self._workers * _AHEAD:
@@ -72,20 +73,30 @@ class OrderedPool(Generic[Note]):
 
     def _started(self) -> ProcessPoolExecutor:
         if self._executor is None:
-            self._executor = ProcessPoolExecutor(
-                self._workers, multiprocessing.get_context("spawn"), _start, (self._maker,)
-            )
+            self._executor = ProcessPoolExecutor(self._workers, _Context(), _start, (self._maker,))
             weakref.finalize(self, self._executor.shutdown, wait=False, cancel_futures=True)
         return self._executor
 
 
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Workers that are started here never see SIGINT, which reaches all processes of a terminal.
+class _Process(SpawnProcess):
+    """A process that is ended by SIGKILL, since it never sees SIGTERM: the pool ends workers when one has died."""
 
-    Ignoring it in the worker would be too late, while it imports. This process gets it at the end of the block.
+    def terminate(self) -> None:
+        self.kill()
+
+
+class _Context(SpawnContext):
+    Process = _Process
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Workers that are started here never see SIGINT and SIGTERM, which reach all processes of a terminal or a job.
+
+    Ending is this process's to decide, which still needs batches for its step. Ignoring them in the worker would be
+    too late, while it imports. This process gets them at the end of the block.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from intaglio.trainer.data.source import Batch
 from intaglio.trainer.models.flux2 import check_size, component, pack
 from intaglio.trainer.recipe import checked
 from intaglio.trainer.saving import save_quantized
-from intaglio.trainer.tasks.task import Losses, Task
+from intaglio.trainer.tasks.task import Losses, Task, example_noise
 
 
 class AutoencoderSettings(BaseModel):
@@ -56,7 +56,7 @@ class AutoencoderTask(Task):
         pixels = batch["pixel_values"]
         posterior = self.vae.encode(pixels).latent_dist
         mean, logvar = posterior.mean.float(), posterior.logvar.float()
-        noise = torch.randn(mean.shape, generator=generator, device=mean.device)
+        noise = example_noise(generator, len(mean), mean[0].numel()).view_as(mean)
         latents = mean + torch.exp(0.5 * logvar) * noise
         decoded = self.vae.decode(latents).sample.float()
         if self.training:

@@ -35,7 +35,7 @@ from intaglio.trainer.models.flux2 import (
 )
 from intaglio.trainer.recipe import checked
 from intaglio.trainer.saving import copy_tokenizer, save_quantized
-from intaglio.trainer.tasks.task import Losses, Task
+from intaglio.trainer.tasks.task import Losses, Task, example_noise
 
 _FEW_TOKENS = 256
 
@@ -122,8 +122,8 @@ class FlowMatchingTask(Task):
         latents_BCHW = self._latents(batch["pixel_values"])
         batch_size, _, height, width = latents_BCHW.shape
         latents_BSC = latents_BCHW.flatten(2).transpose(1, 2)
-        noise = torch.randn(latents_BSC.shape, generator=generator, device=latents_BSC.device)
-        normal = torch.randn(batch_size, generator=generator, device=latents_BSC.device)
+        drawn = example_noise(generator, batch_size, latents_BSC[0].numel() + 1)
+        noise, normal = drawn[:, :-1].view_as(latents_BSC), drawn[:, -1]
         sigma = torch.sigmoid(normal * self.settings.sigma_std + self.settings.sigma_mean)
         noisy = latents_BSC + sigma[:, None, None] * (noise - latents_BSC)
         layers, tokens = self.settings.text_encoder_out_layers, height * width + batch["input_ids"].shape[1]

@@ -18,6 +18,17 @@ class Losses(NamedTuple):
     parts: dict[str, torch.Tensor]
 
 
+def example_noise(generator: torch.Generator, count: int, size: int) -> torch.Tensor:
+    """Standard normal numbers, float32 ``[count, size]``; row i from the seed of ``generator`` and i alone.
+
+    ``generator`` is seeded anew: a second call gives the same numbers.
+    """
+    seed = generator.initial_seed()
+    rows = [torch.randn(size, generator=generator.manual_seed(seed + i), device=generator.device) for i in range(count)]
+    generator.manual_seed(seed)
+    return torch.stack(rows)
+
+
 class Task(nn.Module):
     """Models with a loss. The loop divides the sums of a step by its ``weight``, over micro-batches and ranks."""
 
@@ -33,7 +44,10 @@ class Task(nn.Module):
         return self.weight(batch)
 
     def forward(self, batch: Batch, generator: torch.Generator) -> Losses:
-        """The summed loss. All that is random comes from ``generator``, which the loop seeds anew for every batch."""
+        """The summed loss. Noise comes from ``generator``, which the loop seeds anew for every batch.
+
+        Drawn by :func:`example_noise`, it does not depend on how a step's examples are divided among ranks.
+        """
         raise NotImplementedError
 
     def heavy_modules(self) -> list[nn.Module]:

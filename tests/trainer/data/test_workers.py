@@ -1,4 +1,4 @@
-"""Worker processes: order, errors, a worker that dies, an interrupt, and a run that is killed."""
+"""Worker processes: order, errors, a worker that dies, an interrupt, a job that is ended, and a run that is killed."""
 
 from __future__ import annotations
 
@@ -110,6 +110,64 @@ def test_no_worker_outlives_a_run(how: signal.Signals, corpora: Path, tmp_path: 
     assert process.returncode == -how
     if how == signal.SIGINT:
         assert stderr.count("KeyboardInterrupt") == 1
+    assert _gone(pids)
+
+
+_TRAINING = """
+import sys
+from pathlib import Path
+
+import torch
+
+from intaglio.trainer.data.settings import build_source, parse_settings
+from intaglio.trainer.loop import Trainer
+from intaglio.trainer.recipe import Recipe
+from intaglio.trainer.tasks.task import Losses, Task
+
+TABLE = {"format": "image-folder", "folder": sys.argv[1], "batch_size": 1, "workers": 2, "examples": {"size": 8}}
+
+
+class Mean(Task):
+    def __init__(self):
+        super().__init__()
+        self.value = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, batch, generator):
+        return Losses((batch["pixel_values"].mean() - self.value).square(), {})
+
+
+if __name__ == "__main__":
+    table = {"steps": 1000000, "log_every": 1, "plot": False}
+    recipe = Recipe.model_validate({"task": {}, "data": TABLE, "train": table})
+    source = build_source(parse_settings(TABLE), seed=0)
+    say = lambda row: print(*source._pool._executor._processes, flush=True)
+    result = Trainer(Mean(), source, recipe, Path(sys.argv[2]), report=say).run()
+    print(result.stopped, result.step, flush=True)
+"""
+
+
+def test_a_job_that_is_ended_as_a_whole_ends_with_a_checkpoint(corpora: Path, tmp_path: Path) -> None:
+    """SIGTERM to all processes: the workers go on for the main process, which ends after its step."""
+    script = tmp_path / "run.py"
+    script.write_text(_TRAINING)
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(corpora / "classes"), str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    line = process.stdout.readline()
+    assert line, process.stderr.read()
+    pids = [int(pid) for pid in line.split()]
+    os.killpg(process.pid, signal.SIGTERM)
+    stdout, stderr = process.communicate(timeout=100)
+    assert process.returncode == 0, stderr
+    stopped, step = stdout.splitlines()[-1].split()
+    assert stopped == "SIGTERM"
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{int(step):08}"]
     assert _gone(pids)
 
 

@@ -52,8 +52,9 @@ def test_the_loss_of_flow_matching_by_hand(tmp_path: Path) -> None:
         losses = task(batch, torch.Generator().manual_seed(5))
         generator = torch.Generator().manual_seed(5)
         latents = task._encoded(batch["pixel_values"]).flatten(2).transpose(1, 2)
-        noise = torch.randn(latents.shape, generator=generator)
-        sigmas = torch.sigmoid(torch.randn(3, generator=generator) * 0.7 + 0.4)
+        drawn = torch.stack([torch.randn(4 * 4 * 16 + 1, generator=generator.manual_seed(5 + i)) for i in range(3)])
+        noise = drawn[:, :-1].view_as(latents)
+        sigmas = torch.sigmoid(drawn[:, -1] * 0.7 + 0.4)
         embeds = conditioning(task.text_encoder, [1, 2], batch["input_ids"], batch["attention_mask"])
         total = 0.0
         for i in range(3):  # one by one, at the noise level that the runtime would give it
