@@ -1,0 +1,350 @@
+"""Walks an ONNX graph and makes a MIL program of it, node by node."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import (
+    InlinePass,
+    LiftConstantsToInitializersPass,
+    RemoveInitializersFromInputsPass,
+    RemoveUnusedNodesPass,
+    ShapeInferencePass,
+)
+
+from intaglio.engines.coreml.constants import to_mil
+from intaglio.engines.coreml.node import Node
+from intaglio.engines.coreml.registry import load_converters
+from intaglio.errors import CompileError
+from intaglio.exporters.bundle import Dim
+
+if TYPE_CHECKING:
+    from coremltools.converters.mil.mil import Program, Var
+
+    from intaglio.engines.coreml.registry import Converter
+
+MAX_RANK = 5
+# What a model takes and gives besides floats is int32.
+_INTERFACE = {ir.DataType.FLOAT: "fp32", ir.DataType.FLOAT16: "fp16"}
+_WIDENED = frozenset({ir.DataType.DOUBLE, ir.DataType.BFLOAT16})
+
+
+@dataclass(frozen=True)
+class Port:
+    """An input or output: its ONNX name, dtype and shape, and what the package calls it.
+
+    ``shape`` is the graph's, with names for dims that vary; a scalar has the shape [1] in the package. ``mil_dtype`` is
+    fp32, fp16 or int32 (booleans are int32 that are 0 or 1). ``bounds`` gives least and greatest size of each dim,
+    None for no greatest.
+    """
+
+    name: str
+    mil_name: str
+    dtype: ir.DataType
+    mil_dtype: str
+    shape: tuple[int | str, ...]
+    bounds: tuple[tuple[int, int | None], ...] = ()
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A MIL program with one function, ``main``. A package can be made of it once: coremltools changes it in that."""
+
+    program: Program
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    nodes: int = field(default=0)
+
+
+def convert(
+    model: ir.Model,
+    where: str,
+    dims: Mapping[str, int | Dim] | None = None,
+    constants: Mapping[str, np.ndarray] | None = None,
+) -> Converted:
+    """Makes a MIL program for iOS 18 of an ONNX model, which is changed on the way.
+
+    ``where`` is what errors call the model. ``dims`` fixes or bounds its named dims, ``constants`` binds inputs at
+    conversion, which then are inputs no more. Raises CompileError, RuntimeMissingError.
+    """
+    converters = load_converters()
+    _prepare(model, where, converters)
+    return Conversion(model, where, converters, dims or {}, constants or {}).run()
+
+
+def _prepare(model: ir.Model, where: str, converters: Mapping[tuple[str, str], Converter]) -> None:
+    passes = (
+        InlinePass(criteria=lambda function: (function.domain, function.name) not in converters),
+        RemoveInitializersFromInputsPass(),
+        LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        RemoveUnusedNodesPass(),
+    )
+    try:
+        for each in passes:
+            each(model)
+    except Exception as error:
+        raise CompileError(f"{where}: cannot be prepared for Core ML: {error}") from error
+    # It only adds dtypes; where it cannot, those that MIL infers are taken.
+    with contextlib.suppress(Exception):
+        ShapeInferencePass(check_type=False, strict_mode=False)(model)
+
+
+class Conversion:
+    """The walk over one model: which Var stands for which value."""
+
+    def __init__(
+        self,
+        model: ir.Model,
+        where: str,
+        converters: Mapping[tuple[str, str], Converter],
+        dims: Mapping[str, int | Dim],
+        constants: Mapping[str, np.ndarray],
+    ) -> None:
+        self._model, self._where, self._converters, self._dims = model, where, converters, dims
+        self._vars: dict[ir.Value, Var] = {}
+        self._bound = {value: constants[str(value.name)] for value in model.graph.inputs if value.name in constants}
+        self._names: set[str] = set()
+        self._symbols: dict[str, Any] = {}
+        self._nodes = 0
+
+    def run(self) -> Converted:
+        """The whole model."""
+        import coremltools as ct
+        from coremltools.converters.mil.mil import Builder, Function, Program
+
+        self._refuse_unknown_ops()
+        # Names are numbered from a global counter, and a second conversion must give the same names.
+        Builder.name_count.clear()
+        graph = self._model.graph
+        taken = [value for value in graph.inputs if value not in self._bound]
+        inputs = [self._input(value) for value in taken]
+        # Reserved before any op can take them.
+        output_names = [self.unique_name(str(value.name)) for value in graph.outputs]
+        placeholders = {port.mil_name: self._placeholder(port) for port in inputs}
+        with Function(placeholders, opset_version=ct.target.iOS18) as function:
+            for value, port in zip(taken, inputs, strict=True):
+                self._vars[value] = self._from_interface(function.inputs[port.mil_name], port)
+            self._walk(graph)
+            pairs = [self._output(*pair) for pair in zip(graph.outputs, output_names, strict=True)]
+            function.set_outputs([var for _, var in pairs])
+        program = Program()
+        program.add_function("main", function)
+        return Converted(program, tuple(inputs), tuple(port for port, _ in pairs), self._nodes)
+
+    def var(self, value: ir.Value, node: Node | None = None) -> Var:
+        """The Var of a value; that of a weight is made when it is first asked for."""
+        if value not in self._vars:
+            from coremltools.converters.mil.mil import Builder as mb
+
+            array = self._weight(value)
+            if array is None:
+                who = "an output" if node is None else self.describe(node._node)
+                raise CompileError(f"{self._where}: {who} reads {value.name!r}, which nothing in the graph makes")
+            self._vars[value] = mb.const(val=self._narrow(value, array), name=self.unique_name(value.name or "const"))
+        return self._vars[value]
+
+    def constant(self, value: ir.Value, node: Node) -> np.ndarray | None:
+        """The array of a value that is known at conversion, or None."""
+        if value in self._vars and self._weight_of(value) is None:
+            found = self._vars[value].val
+            return None if found is None else np.asarray(found)
+        array = self._weight(value)
+        return self.constant_of(self.var(value, node)) if array is None else array
+
+    @staticmethod
+    def constant_of(var: Var) -> np.ndarray | None:
+        """The array of a Var that MIL's value inference knows, or None."""
+        return None if var.val is None else np.asarray(var.val)
+
+    def dtype(self, value: ir.Value) -> ir.DataType:
+        """The dtype that the graph gives the value, or that of its Var where type inference did not reach it."""
+        if value.dtype is not None:
+            return value.dtype
+        if value.const_value is not None:
+            return value.const_value.dtype
+        return _dtype_of(self.var(value))
+
+    def opset(self, node: ir.Node) -> int:
+        """The version of the node's domain."""
+        imports = self._model.graph.opset_imports
+        if node.domain in ("", "ai.onnx"):
+            return imports.get("") or imports.get("ai.onnx") or 1
+        return imports.get(node.domain, 1)
+
+    def unique_name(self, name: str) -> str:
+        """A MIL name like this one that nothing in the program has yet."""
+        safe = re.sub(r"\W", "_", name, flags=re.ASCII)
+        safe = safe if re.match(r"[A-Za-z_]", safe) else f"_{safe}"
+        unique, count = safe, 0
+        while unique in self._names:
+            count += 1
+            unique = f"{safe}_{count}"
+        self._names.add(unique)
+        return unique
+
+    def inline(self, graph: ir.Graph, inputs: Sequence[Var], node: Node) -> list[Var]:
+        """Converts a subgraph into the current block."""
+        if len(inputs) != len(graph.inputs):
+            node.fail(f"gives {len(inputs)} inputs to a subgraph that takes {len(graph.inputs)}")
+        self._vars.update(zip(graph.inputs, inputs, strict=True))
+        self._walk(graph)
+        return [self.var(value, node) for value in graph.outputs]
+
+    @contextlib.contextmanager
+    def nested(self) -> Iterator[None]:
+        """While a block inside the current one is filled: Vars made in it are not seen outside."""
+        kept = dict(self._vars)
+        try:
+            yield
+        finally:
+            self._vars = kept
+
+    def describe(self, node: ir.Node) -> str:
+        """The node as errors name it."""
+        name = f"the node {node.name!r}" if node.name else f"the node that makes {node.outputs[0].name!r}"
+        op = f"{node.domain}::{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type
+        source = node.metadata_props.get("namespace") or node.metadata_props.get("pkg.torch.onnx.class_hierarchy")
+        came = f", from {source}" if source else ""
+        return f"{self._where}: {name} ({op}, opset {self.opset(node)}{came})"
+
+    def _walk(self, graph: ir.Graph) -> None:
+        for node in graph:
+            self._convert(node)
+
+    def _convert(self, node: ir.Node) -> None:
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        seen = Node(node, self, self.unique_name(node.name or node.op_type))
+        try:
+            made = self._converters[domain, node.op_type](seen)
+        except (CompileError, RecursionError):
+            raise
+        except Exception as error:  # coremltools' own checks raise whatever comes
+            raise CompileError(
+                f"{self.describe(node)} cannot be built: coremltools says {type(error).__name__}: {error}; "
+                "change the graph before compiling, or compile for another target, such as cpu"
+            ) from error
+        self._nodes += 1
+        outputs = list(made) if isinstance(made, (list, tuple)) else [made]
+        for value, var in zip(node.outputs, outputs, strict=False):
+            if var is None or value.name == "":
+                continue
+            if var.val is None and 0 in var.shape:
+                seen.fail(f"gives {value.name!r} the shape {list(var.shape)}, and Core ML holds no empty tensors")
+            self._vars[value] = var
+        for value in node.outputs[len(outputs) :]:
+            if value.uses() or value.is_graph_output():
+                seen.fail(f"gives a further output {value.name!r}, which is not converted")
+
+    def _refuse_unknown_ops(self) -> None:
+        unknown: dict[str, ir.Node] = {}
+        for node in ir.traversal.RecursiveGraphIterator(self._model.graph):
+            domain = "" if node.domain == "ai.onnx" else node.domain
+            if (domain, node.op_type) not in self._converters:
+                unknown.setdefault(f"{domain}::{node.op_type}" if domain else node.op_type, node)
+        if not unknown:
+            return
+        node = next(iter(unknown.values()))
+        others = f"; the graph also has {', '.join(sorted(unknown)[:12])}" if len(unknown) > 1 else ""
+        raise CompileError(
+            f"{self.describe(node)} has no form in Core ML here{others}; "
+            "replace it by ops of engines/coreml/supported_ops.txt, or compile for another target, such as cpu"
+        )
+
+    def _weight_of(self, value: ir.Value) -> Any:
+        return self._bound.get(value, value.const_value)
+
+    def _weight(self, value: ir.Value) -> np.ndarray | None:
+        held = self._weight_of(value)
+        if held is None or isinstance(held, np.ndarray):
+            return held
+        try:
+            return np.asarray(held.numpy())
+        except Exception as error:  # external data that is missing or cut short
+            raise CompileError(f"{self._where}: the weight {value.name!r} cannot be read: {error}") from error
+
+    def _narrow(self, value: ir.Value, array: np.ndarray) -> np.ndarray:
+        try:
+            return to_mil(array)
+        except ValueError as error:
+            self._fail(f"the weight {value.name!r} {error}")
+
+    def _input(self, value: ir.Value) -> Port:
+        name, dtype = str(value.name), value.dtype
+        if dtype is None or value.shape is None:
+            self._fail(f"the input {name!r} has no dtype or no rank; Core ML must know both")
+        if dtype in (ir.DataType.STRING, ir.DataType.COMPLEX64, ir.DataType.COMPLEX128):
+            self._fail(f"the input {name!r} is {dtype.name.lower()}, which Core ML has no tensors of")
+        shape, bounds = [], []
+        for axis, dim in enumerate(value.shape):
+            size = dim if isinstance(dim, int) else dim.value or f"{name}_dim{axis}"
+            given = self._dims.get(size) if isinstance(size, str) else None
+            low, high = (given.min, given.max) if isinstance(given, Dim) else (1, None)
+            if isinstance(given, int) or (isinstance(given, Dim) and low == high):
+                size = given if isinstance(given, int) else low
+            if isinstance(size, int):
+                low = high = size
+            if size == 0:
+                self._fail(f"the input {name!r} has the shape {value.shape}, and Core ML holds no empty tensors")
+            shape.append(size)
+            bounds.append((max(low, 1), high))
+        if len(shape) > MAX_RANK:
+            self._fail(f"the input {name!r} has {len(shape)} dims, and Core ML's tensors end at {MAX_RANK}")
+        mil_dtype = "fp32" if dtype in _WIDENED else _INTERFACE.get(dtype, "int32")
+        return Port(name, self.unique_name(name), dtype, mil_dtype, tuple(shape), tuple(bounds))
+
+    def _placeholder(self, port: Port) -> Any:
+        from coremltools.converters.mil.mil import Builder as mb
+        from coremltools.converters.mil.mil import get_new_symbol, types
+
+        for size in port.shape:
+            if isinstance(size, str) and size not in self._symbols:
+                self._symbols[size] = get_new_symbol()
+        shape = [self._symbols[s] if isinstance(s, str) else s for s in port.shape]
+        return mb.placeholder(shape=shape or [1], dtype=types.string_to_builtin(port.mil_dtype))
+
+    def _from_interface(self, var: Var, port: Port) -> Var:
+        from coremltools.converters.mil.mil import Builder as mb
+
+        if not port.shape:
+            var = mb.squeeze(x=var, axes=[0])
+        return mb.cast(x=var, dtype="bool") if port.dtype == ir.DataType.BOOL else var
+
+    def _output(self, value: ir.Value, mil_name: str) -> tuple[Port, Var]:
+        from coremltools.converters.mil.mil import Builder as mb
+        from coremltools.converters.mil.mil import types
+
+        var = self.var(value)
+        dtype = value.dtype or _dtype_of(var)
+        names = {symbol: name for name, symbol in self._symbols.items()}
+        shape = tuple(int(s) if isinstance(s, (int, np.integer)) else names.get(s, str(s)) for s in var.shape)
+        if len(shape) > MAX_RANK:
+            self._fail(f"the output {value.name!r} has {len(shape)} dims, and Core ML's tensors end at {MAX_RANK}")
+        if var.dtype == types.bool:
+            var = mb.cast(x=var, dtype="int32")
+        if not shape:
+            var = mb.reshape(x=var, shape=[1])
+        return Port(str(value.name), mil_name, dtype, types.builtin_to_string(var.dtype), shape), mb.identity(
+            x=var, name=mil_name
+        )
+
+    def _fail(self, what: str) -> NoReturn:
+        raise CompileError(f"{self._where}: {what}; change the graph, or compile for another target, such as cpu")
+
+
+def _dtype_of(var: Var) -> ir.DataType:
+    from coremltools.converters.mil.mil import types
+
+    name = types.builtin_to_string(var.dtype)
+    return {
+        "fp32": ir.DataType.FLOAT,
+        "fp16": ir.DataType.FLOAT16,
+        "bool": ir.DataType.BOOL,
+        "int8": ir.DataType.INT8,
+        "uint8": ir.DataType.UINT8,
+    }.get(name, ir.DataType.INT64)
