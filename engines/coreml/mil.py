@@ -154,3 +154,19 @@ def axis_of(axis: int, rank: int) -> int:
 def full(value: Any, shape: Sequence[int], like: Var) -> np.ndarray:
     """An array of one value in the dtype of a Var."""
     return np.full(shape, value, numpy_dtype(like))
+
+
+def nonnegative(indices: Var, sizes_of_axes: Sequence[Size]) -> Any:
+    """Indices, of which those below 0 count from the end, as Core ML takes them: from the start.
+
+    ``sizes_of_axes`` has one size, or one for each element of the last dim of ``indices``.
+    """
+    size = sizes_of_axes[0] if len(sizes_of_axes) == 1 else shape_vector(sizes_of_axes)
+    known = not isinstance(size, Var)
+    if indices.val is not None:
+        if np.all(np.asarray(indices.val) >= 0):
+            return indices
+        if known:
+            return np.where(np.asarray(indices.val) < 0, indices.val + np.asarray(size), indices.val).astype(np.int32)
+    wrapped = mb.add(x=indices, y=np.asarray(size).astype(np.int32)[()] if known else size)
+    return mb.select(cond=mb.less(x=indices, y=np.int32(0)), a=wrapped, b=indices)

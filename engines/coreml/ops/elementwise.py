@@ -262,9 +262,8 @@ def Identity(node: Node) -> Var:
 def Dropout(node: Node) -> list[Var]:
     """As it is when a model is used: nothing is dropped."""
     x = node.input(0)
-    if len(node.inputs) > 2 and node.optional(2) is not None and bool(node.constant(2)):
-        if float(node.constant_or(1, 0.5)) != 0:
-            node.fail("drops elements at random, as in training, which Core ML does not do")
+    if bool(node.constant_or(2, False)) and float(node.constant_or(1, 0.5)) != 0:
+        node.fail("drops elements at random, as in training, which Core ML does not do")
     if len(node.outputs) < 2:
         return [x]
     dims = sizes(x)
