@@ -122,7 +122,8 @@ class Conversion:
         # Names are numbered from a global counter, and a second conversion must give the same names.
         Builder.name_count.clear()
         graph = self._model.graph
-        taken = [value for value in graph.inputs if value not in self._bound]
+        # What has no elements is only asked for its type; where it is read, var() refuses it.
+        taken = [value for value in graph.inputs if value not in self._bound and not _is_empty(value)]
         inputs = [self._input(value) for value in taken]
         # Reserved before any op can take them.
         output_names = [self.unique_name(str(value.name)) for value in graph.outputs]
@@ -143,6 +144,8 @@ class Conversion:
             from coremltools.converters.mil.mil import Builder as mb
 
             array = self._weight(value)
+            if array is None and _is_empty(value):
+                self._fail(f"the input {value.name!r} has the shape {value.shape}, and Core ML holds no empty tensors")
             if array is None:
                 who = "an output" if node is None else self.describe(node._node)
                 raise CompileError(f"{self._where}: {who} reads {value.name!r}, which nothing in the graph makes")
@@ -161,6 +164,17 @@ class Conversion:
     def constant_of(var: Var) -> np.ndarray | None:
         """The array of a Var that MIL's value inference knows, or None."""
         return None if var.val is None else np.asarray(var.val)
+
+    def inputs_of(self, value: ir.Value) -> tuple[str, ...]:
+        """The names of the model's inputs that a value follows from."""
+        waiting, seen = [value], {value}
+        while waiting:
+            producer = waiting.pop().producer()
+            for each in producer.inputs if producer is not None else ():
+                if each is not None and each not in seen:
+                    seen.add(each)
+                    waiting.append(each)
+        return tuple(str(each.name) for each in self._model.graph.inputs if each in seen and each not in self._bound)
 
     def dtype(self, value: ir.Value) -> ir.DataType:
         """The dtype that the graph gives the value, or that of its Var where type inference did not reach it."""
@@ -289,8 +303,6 @@ class Conversion:
                 size = given if isinstance(given, int) else low
             if isinstance(size, int):
                 low = high = size
-            if size == 0:
-                self._fail(f"the input {name!r} has the shape {value.shape}, and Core ML holds no empty tensors")
             shape.append(size)
             bounds.append((max(low, 1), high))
         if len(shape) > MAX_RANK:
@@ -335,6 +347,10 @@ class Conversion:
 
     def _fail(self, what: str) -> NoReturn:
         raise CompileError(f"{self._where}: {what}; change the graph, or compile for another target, such as cpu")
+
+
+def _is_empty(value: ir.Value) -> bool:
+    return value.shape is not None and 0 in value.shape.dims
 
 
 def _dtype_of(var: Var) -> ir.DataType:

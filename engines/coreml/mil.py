@@ -128,7 +128,7 @@ def reshape(var: Var, dims: Sequence[Size], name: str | None = None) -> Var:
     if len(unknown) == 1 and -1 not in [d for d in dims if isinstance(d, int)]:
         dims[unknown[0]] = -1
     if not dims:
-        return mb.squeeze(x=var, name=name) if var.rank else var
+        return mb.squeeze(x=var) if var.rank else var
     return mb.reshape(x=var, shape=shape_vector(dims), **({"name": name} if name else {}))
 
 
@@ -170,3 +170,36 @@ def nonnegative(indices: Var, sizes_of_axes: Sequence[Size]) -> Any:
             return np.where(np.asarray(indices.val) < 0, indices.val + np.asarray(size), indices.val).astype(np.int32)
     wrapped = mb.add(x=indices, y=np.asarray(size).astype(np.int32)[()] if known else size)
     return mb.select(cond=mb.less(x=indices, y=np.int32(0)), a=wrapped, b=indices)
+
+
+def select(cond: Var, a: Any, b: Any, name: str | None = None) -> Var:
+    """``a`` where the condition holds, else ``b``; all three broadcast.
+
+    MIL infers the shape from ``a`` and ``b`` alone, so one of them is brought to that of the condition first.
+    """
+    shapes = [tuple(each.shape) if isinstance(each, Var) else np.shape(each) for each in (a, b)]
+    if not _covers(shapes, tuple(cond.shape)):
+        a = _spread(a, cond)
+    return mb.select(cond=cond, a=a, b=b, **({"name": name} if name else {}))
+
+
+def _covers(shapes: Sequence[tuple[Any, ...]], wanted: tuple[Any, ...]) -> bool:
+    rank = max(len(shape) for shape in shapes)
+    if rank < len(wanted):
+        return False
+    padded = [(1,) * (rank - len(shape)) + shape for shape in (*shapes, wanted)]
+    return all(size == 1 or size in others for *others, size in zip(*padded, strict=True))
+
+
+def _spread(a: Any, cond: Var) -> Any:
+    if is_static(cond):
+        target = tuple(int(size) for size in cond.shape)
+        known = None if isinstance(a, Var) and a.val is None else np.asarray(a.val if isinstance(a, Var) else a)
+        if known is not None:
+            return np.broadcast_to(known, np.broadcast_shapes(known.shape, target))
+        zeros: Any = np.zeros(target, numpy_dtype(a))
+    else:
+        like = numpy_dtype(a) if isinstance(a, Var) else np.asarray(a).dtype
+        zeros = mb.fill(shape=mb.shape(x=cond), value=np.zeros((), like)[()])
+    both_bool = is_bool(a) if isinstance(a, Var) else np.asarray(a).dtype == np.bool_
+    return mb.logical_or(x=a, y=zeros) if both_bool else mb.add(x=a, y=zeros)

@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 class NotConstantError(CompileError):
     """A value that Core ML must know at conversion is known only when the model runs.
 
-    ``value`` is its name in the graph; where it is an input of the model, it can be bound at conversion.
+    ``value`` is its name in the graph, ``inputs`` are those of the model that it follows from: it becomes known when
+    they are bound at conversion.
     """
 
-    def __init__(self, message: str, value: str) -> None:
+    def __init__(self, message: str, value: str, inputs: tuple[str, ...]) -> None:
         super().__init__(message)
         self.value = value
+        self.inputs = inputs
 
 
 class Node:
@@ -71,13 +73,15 @@ class Node:
             self.fail(f"lacks its input {i}, which the op needs")
         found = self._conversion.constant(value, self)
         if found is None:
+            inputs = self._conversion.inputs_of(value)
             raise NotConstantError(
                 self._message(
                     f"needs the value of {value.name!r} (input {i}) at conversion, and it is known only when the model "
                     "runs",
-                    "make it an initializer, or bind it if it is an input of the model",
+                    f"bind what it follows from ({', '.join(inputs[:8])}), or make it an initializer",
                 ),
                 value.name or "",
+                inputs,
             )
         return found
 

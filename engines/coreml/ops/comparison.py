@@ -5,7 +5,7 @@ from __future__ import annotations
 from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import Var
 
-from intaglio.engines.coreml.mil import is_bool
+from intaglio.engines.coreml.mil import is_bool, select
 from intaglio.engines.coreml.node import Node
 from intaglio.engines.coreml.registry import converter
 
@@ -60,4 +60,4 @@ def Not(node: Node) -> Var:
 
 @converter
 def Where(node: Node) -> Var:
-    return mb.select(cond=node.input(0), a=node.input(1), b=node.input(2), name=node.name)
+    return select(node.input(0), node.input(1), node.input(2), node.name)

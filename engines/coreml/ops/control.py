@@ -29,9 +29,17 @@ def If(node: Node) -> Sequence[Var]:
             # A block gives only what it makes.
             return tuple(mb.identity(x=var) for var in node.inline(node.graph(name)))
 
-    made = mb.cond(
-        pred=condition, _true_fn=lambda: branch("then_branch"), _false_fn=lambda: branch("else_branch"), name=node.name
-    )
+    try:
+        made = mb.cond(
+            pred=condition,
+            _true_fn=lambda: branch("then_branch"),
+            _false_fn=lambda: branch("else_branch"),
+            name=node.name,
+        )
+    except ValueError:
+        # Branches of different shapes: which is taken must be known.
+        node.constant(0)
+        raise
     return made if isinstance(made, (list, tuple)) else [made]
 
 

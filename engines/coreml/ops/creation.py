@@ -8,7 +8,7 @@ from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import Var
 
 from intaglio.engines.coreml.constants import to_mil
-from intaglio.engines.coreml.mil import cast, is_static, mil_dtype, number, wrap
+from intaglio.engines.coreml.mil import cast, is_static, mil_dtype, number, select, wrap
 from intaglio.engines.coreml.node import Node
 from intaglio.engines.coreml.registry import converter
 
@@ -100,7 +100,7 @@ def OneHot(node: Node) -> Var:
     spread = mb.expand_dims(x=counted, axes=[axis]) if indices.rank else mb.reshape(x=counted, shape=[1])
     hot = mb.equal(x=spread, y=places)
     off, on = (mb.gather(x=values, indices=np.int32(i), axis=0) for i in (0, 1))
-    return wrap(mb.select(cond=hot, a=on, b=off, name=node.name), node.dtype(2))
+    return wrap(select(hot, on, off, node.name), node.dtype(2))
 
 
 @converter

@@ -211,16 +211,22 @@ def Mean(node: Node) -> Var:
 
 @converter
 def BitShift(node: Node) -> Var:
-    """By powers of two: Core ML has no bits."""
-    if node.dtype(0) not in (ir.DataType.UINT8, ir.DataType.UINT16):
-        node.fail(f"shifts {node.dtype(0).name.lower()}, whose upper half Core ML's int32 cannot hold")
-    x, power = node.input(0), mb.pow(x=np.int32(2), y=mb.minimum(x=node.input(1), y=np.int32(16)))
+    """By powers of two: Core ML has no bits. Left shifts of 32 and 64 bits must fit int32, as all its integers."""
+    x, places, dtype = node.input(0), node.input(1), node.dtype(0)
     if node.string("direction") == "RIGHT":
-        return mb.floor_div(x=x, y=power, name=node.name)
+        # In two steps, since 2 to the 31 is no int32.
+        beyond = mb.maximum(x=mb.sub(x=places, y=np.int32(30)), y=np.int32(0))
+        return mb.floor_div(x=mb.floor_div(x=x, y=_power(places, 30)), y=_power(beyond, 30), name=node.name)
+    if dtype.bitwidth > 16:
+        return mb.mul(x=x, y=_power(places, 30), name=node.name)
     # Bits that leave the number would overflow int32 first.
-    width = np.int32(1 << (8 if node.dtype(0) == ir.DataType.UINT8 else 16))
+    power, width = _power(places, dtype.bitwidth), np.int32(1 << dtype.bitwidth)
     kept = mb.mod(x=x, y=mb.maximum(x=mb.floor_div(x=width, y=power), y=np.int32(1)))
-    return wrap(mb.mul(x=kept, y=power), node.dtype(0))
+    return wrap(mb.mul(x=kept, y=power), dtype)
+
+
+def _power(exponent: Var, limit: int) -> Var:
+    return mb.pow(x=np.int32(2), y=mb.minimum(x=exponent, y=np.int32(limit)))
 
 
 @converter

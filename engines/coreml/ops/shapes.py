@@ -74,6 +74,8 @@ def Flatten(node: Node) -> Var:
 @converter
 def Concat(node: Node) -> Var:
     values = [node.input(i) for i in range(len(node.inputs))]
+    # Parts of a shape may be empty; they are known, and add nothing.
+    values = [v for v in values if 0 not in v.shape] or values[:1]
     if len(values) == 1:
         return values[0]
     return mb.concat(values=values, axis=node.int("axis", 1 if node.opset < 4 else None), name=node.name)
@@ -133,6 +135,9 @@ def slice_axes(
         if isinstance(size, (int, np.integer)):
             # Seen from the end, a step backwards is one forwards.
             places = range(int(size))[slice(start, stop, step)]
+            if not places and x.sym_val is not None:
+                # Of a shape, of which nothing is wanted.
+                return mb.const(val=np.zeros([0 if i == at else int(s) for i, s in enumerate(x.shape)], np.int32))
             if not places:
                 node.fail(f"leaves nothing of axis {at}, and Core ML holds no empty tensors")
             if step < 0:
