@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from intaglio.engines.coreml.registry import Converter
 
 MAX_RANK = 5
-# What a model takes and gives besides floats is int32.
-_INTERFACE = {ir.DataType.FLOAT: "fp32", ir.DataType.FLOAT16: "fp16"}
-_WIDENED = frozenset({ir.DataType.DOUBLE, ir.DataType.BFLOAT16})
+# Other floats are taken and given as float32, and all else as int32.
+_INTERFACE = {ir.DataType.FLOAT16: "fp16"}
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ class Conversion:
             from coremltools.converters.mil.mil import Builder as mb
 
             array = self._weight(value)
-            if array is None and _is_empty(value):
+            if self._weight_of(value) is None and _is_empty(value):
                 self._fail(f"the input {value.name!r} has the shape {value.shape}, and Core ML holds no empty tensors")
             if array is None:
                 who = "an output" if node is None else self.describe(node._node)
@@ -275,6 +274,9 @@ class Conversion:
 
     def _weight(self, value: ir.Value) -> np.ndarray | None:
         held = self._weight_of(value)
+        if held is None and value.is_graph_input() and _is_empty(value) and value.dtype is not None:
+            # Of no elements there is only one value.
+            return np.zeros([d if isinstance(d, int) else 1 for d in value.shape or ()], value.dtype.numpy())
         if held is None or isinstance(held, np.ndarray):
             return held
         try:
@@ -307,7 +309,7 @@ class Conversion:
             bounds.append((max(low, 1), high))
         if len(shape) > MAX_RANK:
             self._fail(f"the input {name!r} has {len(shape)} dims, and Core ML's tensors end at {MAX_RANK}")
-        mil_dtype = "fp32" if dtype in _WIDENED else _INTERFACE.get(dtype, "int32")
+        mil_dtype = _INTERFACE.get(dtype, "fp32" if dtype.is_floating_point() else "int32")
         return Port(name, self.unique_name(name), dtype, mil_dtype, tuple(shape), tuple(bounds))
 
     def _placeholder(self, port: Port) -> Any:
@@ -335,6 +337,8 @@ class Conversion:
         dtype = value.dtype or _dtype_of(var)
         names = {symbol: name for name, symbol in self._symbols.items()}
         shape = tuple(int(s) if isinstance(s, (int, np.integer)) else names.get(s, str(s)) for s in var.shape)
+        if 0 in shape:
+            self._fail(f"the output {value.name!r} has the shape {list(shape)}, and Core ML holds no empty tensors")
         if len(shape) > MAX_RANK:
             self._fail(f"the output {value.name!r} has {len(shape)} dims, and Core ML's tensors end at {MAX_RANK}")
         if var.dtype == types.bool:

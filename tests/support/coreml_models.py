@@ -10,11 +10,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime
+from onnx import parser
+
 from intaglio.engines.coreml.conversion import Converted, convert
 from intaglio.engines.coreml.evaluator.evaluate import Evaluator
 from intaglio.engines.coreml.package import write_package
-from onnx import parser
-
 from intaglio.exporters.bundle import Dim
 
 Feeds = Mapping[str, np.ndarray]

@@ -21,13 +21,13 @@ import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
+from onnx import numpy_helper
+from onnx.backend.test.loader import load_model_tests
+
 from intaglio.engines.coreml.conversion import Converted, Port, convert
 from intaglio.engines.coreml.node import NotConstantError
 from intaglio.engines.coreml.package import write_package
 from intaglio.engines.coreml.registry import load_converters
-from onnx import numpy_helper
-from onnx.backend.test.loader import load_model_tests
-
 from intaglio.errors import IntaglioError
 
 FAILING = Path(__file__).parent.parent / "engines" / "coreml" / "failing_node_tests.txt"

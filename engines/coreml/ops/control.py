@@ -48,6 +48,8 @@ def Loop(node: Node) -> Sequence[Var]:
     body = node.graph("body")
     limit = int(node.constant(0).item()) if node.optional(0) is not None else None
     goes_on = node.optional(1)
+    if goes_on is not None:
+        node.constant(1)
     carried = [node.input(i) for i in range(2, len(node.inputs))]
     columns: list[list[Var]] = [[] for _ in range(len(body.outputs) - 1 - len(carried))]
     number = 0

@@ -8,7 +8,7 @@ import numpy as np
 from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import Var, types
 
-from intaglio.engines.coreml.mil import axis_of, in_float, is_static, product, reshape, sizes
+from intaglio.engines.coreml.mil import axis_of, in_float, is_static, numpy_dtype, product, reshape, shape_vector, sizes
 from intaglio.engines.coreml.node import Node
 from intaglio.engines.coreml.registry import converter
 
@@ -21,6 +21,11 @@ def Reshape(node: Node) -> Var:
         shape = node.input(1)
         if shape.rank == 1 and shape.shape[0] == 0:
             return reshape(x, [])
+        if shape.sym_val is None and not node.int("allowzero", 0) and isinstance(shape.shape[0], (int, np.integer)):
+            # MIL counts the places of zeros from the end.
+            own = [*sizes(x), *[1] * int(shape.shape[0])][: int(shape.shape[0])]
+            kept = mb.equal(x=shape, y=np.int32(0))
+            shape = mb.select(cond=kept, a=shape_vector(own), b=shape)
         return mb.reshape(x=x, shape=shape, name=node.name)
     wanted = [int(size) for size in node.constant(1)]
     keeps = not node.int("allowzero", 0)
@@ -97,11 +102,19 @@ def Split(node: Node) -> Sequence[Var]:
             return mb.split(x=x, num_splits=count, axis=axis, name=node.name)
         step = -(-int(size) // count)
         parts = [min(step, int(size) - i * step) for i in range(count)]
-    if any(size < 1 for size in parts):
-        node.fail(f"splits into the sizes {parts}, and Core ML holds no empty tensors")
-    if len(parts) == 1:
-        return [x]
-    return mb.split(x=x, split_sizes=parts, axis=axis, name=node.name)
+    if parts.count(0) == len(parts) - 1:
+        made = [x]
+    else:
+        made = list(mb.split(x=x, split_sizes=[size for size in parts if size], axis=axis, name=node.name))
+    return [made.pop(0) if size else _nothing(node, x, axis) for size in parts]
+
+
+def _nothing(node: Node, x: Var, axis: int) -> Var:
+    """No elements. It is known, and what joins it to something leaves it out; as an output it is refused."""
+    if not is_static(x):
+        node.fail(f"leaves nothing of axis {axis}, and Core ML holds no empty tensors")
+    shape = [0 if i == axis else int(size) for i, size in enumerate(x.shape)]
+    return mb.const(val=np.zeros(shape, numpy_dtype(x)))
 
 
 @converter
@@ -135,11 +148,8 @@ def slice_axes(
         if isinstance(size, (int, np.integer)):
             # Seen from the end, a step backwards is one forwards.
             places = range(int(size))[slice(start, stop, step)]
-            if not places and x.sym_val is not None:
-                # Of a shape, of which nothing is wanted.
-                return mb.const(val=np.zeros([0 if i == at else int(s) for i, s in enumerate(x.shape)], np.int32))
             if not places:
-                node.fail(f"leaves nothing of axis {at}, and Core ML holds no empty tensors")
+                return _nothing(node, x, at)
             if step < 0:
                 backwards.append(at)
                 places = range(int(size))[places[-1] : places[0] + 1 : -step]
@@ -258,7 +268,10 @@ def DepthToSpace(node: Node) -> Var:
 
 @converter
 def SpaceToDepth(node: Node) -> Var:
-    return in_float(lambda x: mb.space_to_depth(x=x, block_size=node.int("blocksize")), node.input(0))
+    size = node.int("blocksize")
+    if node.string("mode", "DCR") == "CRD":
+        return in_float(lambda x: mb.pixel_unshuffle(x=x, downscale_factor=np.uint32(size)), node.input(0))
+    return in_float(lambda x: mb.space_to_depth(x=x, block_size=size), node.input(0))
 
 
 @converter
