@@ -243,7 +243,7 @@ class Conversion:
                 "change the graph before compiling, or compile for another target, such as cpu"
             ) from error
         self._nodes += 1
-        outputs = list(made) if isinstance(made, (list, tuple)) else [made]
+        outputs: list[Any] = list(made) if isinstance(made, (list, tuple)) else [made]
         for value, var in zip(node.outputs, outputs, strict=False):
             if var is None or value.name == "":
                 continue

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from intaglio.engines.coreml.conversion import Conversion
 
 
+# Node has methods of these names.
+_Int, _Float = int, float
+
+
 class NotConstantError(CompileError):
     """A value that Core ML must know at conversion is known only when the model runs.
 
@@ -51,19 +55,19 @@ class Node:
         """All inputs; None where an optional one is left out."""
         return [self.optional(i) for i in range(len(self._node.inputs))]
 
-    def input(self, i: int) -> Var:
+    def input(self, i: _Int) -> Var:
         """The input, which must be there. Raises CompileError."""
         var = self.optional(i)
         if var is None:
             self.fail(f"lacks its input {i}, which the op needs")
         return var
 
-    def optional(self, i: int) -> Var | None:
+    def optional(self, i: _Int) -> Var | None:
         """The input, or None where it is left out."""
         value = self._value(i)
         return None if value is None else self._conversion.var(value, self)
 
-    def constant(self, i: int) -> np.ndarray:
+    def constant(self, i: _Int) -> np.ndarray:
         """The value of an input, which must be known at conversion; in the graph's own dtype where it is a weight.
 
         Raises NotConstantError.
@@ -85,23 +89,23 @@ class Node:
             )
         return found
 
-    def constant_or(self, i: int, default: Any) -> Any:
+    def constant_or(self, i: _Int, default: Any) -> Any:
         """As ``constant``, or the default where the input is left out."""
         return default if self._value(i) is None else self.constant(i)
 
-    def is_constant(self, i: int) -> bool:
+    def is_constant(self, i: _Int) -> bool:
         """Whether the value of an input is known at conversion."""
         value = self._value(i)
         return value is not None and self._conversion.constant(value, self) is not None
 
-    def dtype(self, i: int) -> ir.DataType:
+    def dtype(self, i: _Int) -> ir.DataType:
         """The dtype that the graph gives an input."""
         value = self._value(i)
         if value is None:
             self.fail(f"lacks its input {i}, which the op needs")
         return self._conversion.dtype(value)
 
-    def output_dtype(self, i: int = 0) -> ir.DataType | None:
+    def output_dtype(self, i: _Int = 0) -> ir.DataType | None:
         """The dtype that the graph gives an output; None where its type inference does not say."""
         return self._node.outputs[i].dtype
 
@@ -109,7 +113,7 @@ class Node:
         """Whether the attribute is given."""
         return name in self._node.attributes
 
-    def int(self, name: str, default: int | None = None) -> int:  # type: ignore[valid-type]
+    def int(self, name: str, default: _Int | None = None) -> _Int:
         """An integer attribute. Raises CompileError where it is left out and has no default."""
         return int(self._attribute(name, default, ir.AttributeType.INT))
 
@@ -117,7 +121,7 @@ class Node:
         """A list of integers."""
         return [int(v) for v in self._attribute(name, default, ir.AttributeType.INTS)]
 
-    def float(self, name: str, default: float | None = None) -> float:  # type: ignore[valid-type]
+    def float(self, name: str, default: _Float | None = None) -> _Float:
         """A float attribute."""
         return float(self._attribute(name, default, ir.AttributeType.FLOAT))
 
@@ -158,7 +162,7 @@ class Node:
         hint = way_out or "change the graph before compiling, or compile for another target, such as cpu"
         return f"{where} {what}; {hint}"
 
-    def _value(self, i: int) -> ir.Value | None:
+    def _value(self, i: _Int) -> ir.Value | None:
         value = self._node.inputs[i] if i < len(self._node.inputs) else None
         # An empty name is how protobuf leaves an input out.
         return value if value is not None and value.name != "" else None

@@ -96,7 +96,7 @@ def run(case: Any, ops: tuple[str, ...]) -> Outcome:
 
 def _short(name: str, error: Exception) -> str:
     text = " ".join(str(error).removeprefix(f"{name}: ").split())
-    return re.sub(r"\S*case\.mlpackage: ", "", text)[:300]
+    return re.sub(r"\S*case\.mlpackage: ", "", text).partition("; change the graph")[0][:300]
 
 
 def _array(value: Any) -> np.ndarray:
@@ -164,7 +164,9 @@ def main() -> int:
     outcomes = [run(case, ops) for case, ops in cases(arguments.part)]
     failed = {o.name: o.reason for o in outcomes if o.reason}
     if arguments.write:
-        head = "# Node tests of ONNX that the Core ML target fails, and why. Written by tests/support/coreml_node_tests.py.\n"
+        head = (
+            "# Node tests of ONNX that the Core ML target fails, and why: tests/support/coreml_node_tests.py --write.\n"
+        )
         FAILING.write_text(head + "".join(f"{name}: {reason}\n" for name, reason in sorted(failed.items())))
     known = failing() if FAILING.exists() else {}
     new = sorted(set(failed) - set(known))

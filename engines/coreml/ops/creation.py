@@ -21,11 +21,11 @@ def Constant(node: Node) -> Var:
     if node.has("value"):
         array = node.tensor("value")
     elif node.has("value_float"):
-        array = np.float32(node.float("value_float"))
+        array = np.array(node.float("value_float"), np.float32)
     elif node.has("value_floats"):
         array = np.array(node.floats("value_floats"), np.float32)
     elif node.has("value_int"):
-        array = np.int64(node.int("value_int"))
+        array = np.array(node.int("value_int"), np.int64)
     elif node.has("value_ints"):
         array = np.array(node.ints("value_ints"), np.int64)
     else:

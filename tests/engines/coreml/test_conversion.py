@@ -21,7 +21,8 @@ from intaglio.engines.coreml.supported import LIST, listing
 from intaglio.errors import CompileError, RuntimeMissingError
 from intaglio.exporters.bundle import Dim
 
-SMALL = """g (float[batch,3] x, float s, bool[2] b, int64[2] i) => (float[batch,3] y, float s2, bool[2] c, int64[2] j, float[2] k)
+SMALL = """g (float[batch,3] x, float s, bool[2] b, int64[2] i)
+    => (float[batch,3] y, float s2, bool[2] c, int64[2] j, float[2] k)
     <float[3] w = {1, 2, 3}, float[2] k = {4, 5}> {
         t = Add(x, w) y = Mul(t, s) s2 = Identity(s) c = Not(b) j = Add(i, i)
     }"""

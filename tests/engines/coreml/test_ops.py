@@ -60,13 +60,12 @@ VARYING = {
     "constant-of-shape": "d = Shape(x) z = ConstantOfShape<value = float[1] {2.5}>(d) y = Add(x, z)",
     "softmax-11": "y = Softmax<axis=-1>(x)",
     "gather-from-end": "i = Constant<value_ints=[-1, 0]>() y = Gather<axis=1>(x, i)",
-    "range": "d = Shape<start=1, end=2>(x) o = Constant<value_ints=[0]>() n = Squeeze(d, o) z = Constant<value_int=0>() "
-    "w = Constant<value_int=1>() r = Range(z, n, w) y = Cast<to=1>(r)",
-    "halves": "d = Shape<start=1, end=2>(x) two = Constant<value_ints=[2]>() h = Div(d, two) a = Constant<value_ints=[0]>() "
-    "one = Constant<value_ints=[1]>() y = Slice(x, a, h, one)",
-    "trilu": "t = Transpose<perm=[0,2,1]>(x) m = MatMul(x, t) y = Trilu<upper=0>(m)"
-    if False
-    else "y = Trilu<upper=0>(x)",
+    "range": "d = Shape<start=1, end=2>(x) o = Constant<value_ints=[0]>() n = Squeeze(d, o) "
+    "z = Constant<value_int=0>() w = Constant<value_int=1>() r = Range(z, n, w) y = Cast<to=1>(r)",
+    "halves": "d = Shape<start=1, end=2>(x) two = Constant<value_ints=[2]>() h = Div(d, two) "
+    "a = Constant<value_ints=[0]>() one = Constant<value_ints=[1]>() y = Slice(x, a, h, one)",
+    "trilu": "y = Trilu<upper=0>(x)",
+    "where": "z = Constant<value_float=0.0>() w = Constant<value_float=2.0>() c = Less(x, z) y = Where(c, z, w)",
     "reduce": "a = Constant<value_ints=[1]>() y = ReduceSum<keepdims=0>(x, a)",
     "einsum": 'y = Einsum<equation="bnc,bmc->bnm">(x, x)',
     "size": "n = Size(x) y = Cast<to=1>(n)",
@@ -97,7 +96,8 @@ def test_integers_of_fewer_bits_overflow() -> None:
 
 def test_integers_are_divided_towards_zero() -> None:
     x, y = RNG.integers(-50, 50, 64), RNG.integers(1, 9, 64) * RNG.choice([-1, 1], 64)
-    text = "g (int64[64] x, int64[64] y) => (int64[64] q, int64[64] m, int64[64] f) { q = Div(x, y) m = Mod(x, y) f = Mod<fmod=1>(x, y) }"
+    text = """g (int64[64] x, int64[64] y) => (int64[64] q, int64[64] m, int64[64] f)
+    { q = Div(x, y) m = Mod(x, y) f = Mod<fmod=1>(x, y) }"""
     assert_same(model(text), {"x": x, "y": y})
 
 
@@ -143,13 +143,45 @@ def test_a_branch_that_is_chosen_when_the_model_runs() -> None:
 def test_a_branch_that_is_known_is_taken_alone() -> None:
     text = """g (float[2,3] x) => (float[2,3] y) {
         d = Shape(x) r = Size(d) two = Constant<value_int=2>() c = Equal(r, two)
-        y = If <then_branch = a () => (float[2,3] p) { p = Relu(x) }, else_branch = b () => (float[2,3] q) { q = Neg(x) }> (c)
+        y = If <then_branch = a () => (float[2,3] p) { p = Relu(x) },
+                else_branch = b () => (float[2,3] q) { q = Neg(x) }> (c)
     }"""
     assert_same(model(text), {"x": _float(2, 3)})
 
 
 def test_functions_far_from_where_they_are_tested() -> None:
     """Asinh near 0 and far from it, a LogSoftmax of large numbers, the logarithm of 0."""
-    text = "g (float[6] x) => (float[6] a, float[6] b, float[6] c) { a = Asinh(x) b = LogSoftmax<axis=0>(x) d = Abs(x) c = Log(d) }"
+    text = """g (float[6] x) => (float[6] a, float[6] b, float[6] c)
+    { a = Asinh(x) b = LogSoftmax<axis=0>(x) d = Abs(x) c = Log(d) }"""
     x = np.array([1e-4, -3e-3, 0.0, 1e4, -7e3, 88.0], np.float32)
     assert_same(model(text), {"x": x})
+
+
+def test_zeros_of_a_shape_that_is_fed() -> None:
+    """MIL counts the places of zeros in a shape from the end, ONNX from the start."""
+    proto = model("g (float[2,3,4] x, int64[4] s) => (float[a,b,c,d] y) { y = Reshape(x, s) }")
+    x = _float(2, 3, 4)
+    assert_same(proto, *({"x": x, "s": np.array(s)} for s in ([0, 0, 2, 2], [0, 3, -1, 1], [4, 0, 1, 2])))
+
+
+def test_a_condition_wider_than_what_it_chooses_from() -> None:
+    text = """g (bool[3,4] c, float[4] x, int64[1] i) => (float[3,4] y, int64[3,4] j)
+    <float z = {-2}, int64 k = {7}> { y = Where(c, z, x) j = Where(c, i, k) }"""
+    rng = np.random.default_rng(3)
+    feeds = {"c": rng.random((3, 4)) < 0.5, "x": _float(4), "i": np.array([5])}
+    assert_same(model(text), feeds)
+
+
+def test_indices_from_the_end() -> None:
+    text = """g (float[4,5] x, int64[3] i, int64[4,2] e, int64[2,2] n)
+    => (float[3,5] a, float[4,2] b, float[2] c, float[4,5] d)
+    <float[2] u = {10, 20}> { a = Gather(x, i) b = GatherElements<axis=1>(x, e) c = GatherND(x, n)
+    d = ScatterND<reduction="add">(x, n, u) }"""
+    rng = np.random.default_rng(4)
+    feeds = {
+        "x": _float(4, 5),
+        "i": np.array([-1, 0, -4]),
+        "e": rng.integers(-5, 5, (4, 2)),
+        "n": np.array([[-1, -5], [0, 2]]),
+    }
+    assert_same(model(text), feeds)
