@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 # Node has methods of these names.
-_Int, _Float = int, float
+_Int: TypeAlias = int
+_Float: TypeAlias = float
 
 
 class NotConstantError(CompileError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 from coremltools.converters.mil.mil import Builder as mb
@@ -82,8 +84,8 @@ def Trilu(node: Node) -> Var:
         for axis in (x.rank - 2, x.rank - 1)
     )
     distance = mb.sub(x=right, y=mb.expand_dims(x=down, axes=[1]))
-    offset = (mb.squeeze(x=k) if k.rank else k) if isinstance(k, Var) else np.int32(np.asarray(k).item())
-    kept = mb.greater_equal(x=distance, y=offset) if upper else mb.less_equal(x=distance, y=offset)
+    diagonal: Any = (mb.squeeze(x=k) if k.rank else k) if isinstance(k, Var) else np.int32(np.asarray(k).item())
+    kept = mb.greater_equal(x=distance, y=diagonal) if upper else mb.less_equal(x=distance, y=diagonal)
     return mb.select(cond=kept, a=x, b=zero, name=node.name)
 
 
