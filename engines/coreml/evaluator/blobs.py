@@ -39,7 +39,7 @@ _DTYPES = {
     15: "UINT32",
 }
 _BITS = {"INT4": 4, "UINT1": 1, "UINT2": 2, "UINT3": 3, "UINT4": 4, "UINT6": 6}
-_NUMPY = {
+_NUMPY: dict[str, type[np.generic]] = {
     "FLOAT16": np.float16,
     "FLOAT32": np.float32,
     "UINT8": np.uint8,
@@ -63,7 +63,7 @@ class Blobs:
             raise EngineError(f"cannot read the weight file {path}: {error}. Compile the model again.") from error
         if len(self._bytes) < _RECORD_BYTES:
             raise EngineError(f"{path} has {len(self._bytes)} bytes, expected a header of {_RECORD_BYTES}")
-        self.count, version = struct.unpack_from("<II", self._bytes)
+        self.count, version = struct.unpack("<II", self._bytes[:8].tobytes())
         if version != _VERSION:
             raise EngineError(f"{path} is a weight file of version {version}, expected {_VERSION}")
 
@@ -75,7 +75,7 @@ class Blobs:
         where = f"the blob at {offset} of {self.path}"
         if offset % _RECORD_BYTES or not 0 < offset <= len(self._bytes) - _RECORD_BYTES:
             raise EngineError(f"{where}: no record can lie there")
-        sentinel, code, nbytes, start, _ = _RECORD.unpack_from(self._bytes, offset)
+        sentinel, code, nbytes, start, _ = _RECORD.unpack(self._bytes[offset : offset + _RECORD.size].tobytes())
         if sentinel != _SENTINEL:
             raise EngineError(f"{where}: the record begins with {sentinel:#x}, expected {_SENTINEL:#x}")
         stored = _DTYPES.get(code)

@@ -63,7 +63,7 @@ def read_program(path: str | Path) -> Program:
 
 def _protobuf() -> Any:
     try:
-        from coremltools.proto import Model_pb2
+        from coremltools.proto import Model_pb2  # type: ignore[import-untyped]
     except ImportError as error:
         raise RuntimeMissingError(
             f"coremltools cannot be imported ({error}). Install intaglio with its extra `coreml`: "
@@ -165,7 +165,7 @@ def _immediate(message: Any, kind: ValueType) -> Any:
     if message.WhichOneof("value") != "tensor" or not isinstance(kind, TensorType):
         raise EngineError(f"a constant holds a {message.WhichOneof('value')}, expected a tensor or a list")
     field = message.tensor.WhichOneof("value")
-    values = getattr(message.tensor, field).values if field else ()
+    values: Any = getattr(message.tensor, field).values if field else ()
     shape = tuple(size or 0 for size in kind.shape or ())
     if kind.dtype == "STRING":
         return values[0] if not shape else list(values)

@@ -30,14 +30,14 @@ def numbers(*shape):
 
 
 def test_products(tmp_path):
-    x, y, v, w = numbers(2, 3, 4), numbers(5, 1, 4, 6), numbers(4), numbers(7, 4)
+    x, y, w = numbers(2, 3, 4), numbers(5, 1, 4, 6), numbers(7, 4)
     bias, p, q = numbers(7), numbers(2, 3, 4, 5), numbers(2, 5, 4, 6)
     i = np.random.default_rng().integers(-9, 9, (3, 4)).astype(np.int32)
 
-    def body(x, y, v, p, q, i):
+    def body(x, y, p, q, i):
         return [
             mb.linear(x=x, weight=w, bias=bias), mb.matmul(x=x, y=y), mb.matmul(x=x, y=x, transpose_y=True),
-            mb.matmul(x=x, y=x, transpose_x=True), mb.matmul(x=v, y=y),
+            mb.matmul(x=x, y=x, transpose_x=True),
             mb.einsum(values=(p, q), equation="nchw,nwhu->nchu"), mb.matmul(x=i, y=i, transpose_y=True),
             mb.einsum(values=(mb.squeeze(x=mb.slice_by_size(x=p, begin=[0, 0, 0, 0], size=[1, -1, -1, -1])),
                 mb.squeeze(x=mb.slice_by_size(x=q, begin=[0, 0, 0, 0], size=[1, -1, -1, -1]))),
@@ -46,10 +46,10 @@ def test_products(tmp_path):
 
     product = torch.einsum("nchw,nwhu->nchu", t(p), t(q))
     expected = [
-        F.linear(t(x), t(w), t(bias)), t(x) @ t(y), t(x) @ t(x).mT, t(x).mT @ t(x), t(v) @ t(y),
+        F.linear(t(x), t(w), t(bias)), t(x) @ t(y), t(x) @ t(x).mT, t(x).mT @ t(x),
         product, i.astype(np.int64) @ i.T, product[0],
     ]  # fmt: skip
-    agree(run(tmp_path, body, {"x": x, "y": y, "v": v, "p": p, "q": q, "i": i}), expected)
+    agree(run(tmp_path, body, {"x": x, "y": y, "p": p, "q": q, "i": i}), expected)
 
 
 def test_attention(tmp_path):

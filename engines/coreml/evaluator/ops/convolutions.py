@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from intaglio.engines.coreml.evaluator.ops.windows import extents, pad_spatial, padding, places, same_padding
+from intaglio.engines.coreml.evaluator.ops.windows import at_place, extents, pad_spatial, padding, places, same_padding
 from intaglio.engines.coreml.evaluator.registry import Tensor, op
 
 
@@ -41,7 +41,7 @@ def conv(
     result = np.zeros((batch, groups, out // groups, math.prod(sizes)), x.dtype)
     for place, values in places(padded, kernel, strides, dilations, sizes):
         columns = values.reshape(batch, groups, weight.shape[1], -1)
-        result += np.matmul(grouped[(..., *place)], columns)
+        result += np.matmul(at_place(grouped, place), columns)
     return _add_bias(result.reshape(batch, out, *sizes), bias)
 
 
@@ -75,7 +75,7 @@ def conv_transpose(
     reach = [max(length, begin + size) for length, begin, size in zip(full, begins, sizes, strict=True)]
     result = np.zeros((batch, out, *reach), x.dtype)
     for place, target in places(result, kernel, strides, dilations, x.shape[2:]):
-        target += np.matmul(grouped[(..., *place)], columns).reshape(target.shape)
+        target += np.matmul(at_place(grouped, place), columns).reshape(target.shape)
     cut = tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))
     return _add_bias(result[(slice(None), slice(None), *cut)], bias)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -243,7 +244,7 @@ def select(cond: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return np.where(cond, a, b)
 
 
-_CASTS = {
+_CASTS: dict[str, type[np.generic]] = {
     "fp16": np.float16,
     "fp32": np.float32,
     "int8": np.int8,
@@ -260,7 +261,7 @@ def cast(x: Tensor, dtype: str) -> Tensor:
     """Floats are truncated to integers; those out of range end at its limits and NaN gives 0, as on ARM processors."""
     if dtype not in _CASTS:
         raise ValueError(f"casts to {dtype!r}; known are {sorted(_CASTS)}")
-    target = np.dtype(_CASTS[dtype])
+    target: np.dtype[Any] = np.dtype(_CASTS[dtype])
     if x.dtype.kind == "f" and target.kind in "iu":
         limits = np.iinfo(target)
         return np.clip(np.trunc(np.nan_to_num(x.astype(np.float64))), limits.min, limits.max).astype(target)

@@ -6,6 +6,7 @@ From iOS 17 on an index that is negative or too large is undefined behaviour, so
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,7 @@ def _check(indices: Tensor, size: int) -> Tensor:
     return indices.astype(np.int64)
 
 
-def _scatter(data: Tensor, index: tuple[Tensor, ...], updates: Tensor, mode: str) -> Tensor:
+def _scatter(data: Tensor, index: tuple[Any, ...], updates: Tensor, mode: str) -> Tensor:
     result = data.copy()
     if mode == "update":
         result[index] = updates
@@ -97,7 +98,7 @@ def scatter_along_axis(
     if indices.shape != updates.shape or indices.ndim != data.ndim:
         raise ValueError(f"has updates of shape {list(updates.shape)} for indices of shape {list(indices.shape)}")
     checked = _check(indices, data.shape[axis])
-    index = list(np.indices(indices.shape, sparse=True))
+    index: list[Any] = list(np.indices(indices.shape, sparse=True))
     index[axis] = checked
     return _scatter(data, tuple(index), updates, mode)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -57,3 +58,9 @@ def places(
 def pad_spatial(x: Tensor, pads: Pads, value: float = 0.0) -> Tensor:
     """``x`` ``[N, C, *D]`` with its spatial dims padded."""
     return np.pad(x, [(0, 0), (0, 0), *pads], constant_values=x.dtype.type(value))
+
+
+def at_place(weight: Tensor, place: tuple[int, ...]) -> Tensor:
+    """The weights ``[..., *K]`` at one place of the kernel."""
+    index: tuple[Any, ...] = (..., *place)
+    return weight[index]
