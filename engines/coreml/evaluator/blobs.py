@@ -38,7 +38,8 @@ _DTYPES = {
     14: "INT32",
     15: "UINT32",
 }
-_BITS = {"INT4": 4, "UINT1": 1, "UINT2": 2, "UINT3": 3, "UINT4": 4, "UINT6": 6}
+# Bits of the types that take less than a byte.
+SUB_BYTE = {"INT4": 4, "UINT1": 1, "UINT2": 2, "UINT3": 3, "UINT4": 4, "UINT6": 6}
 _NUMPY: dict[str, type[np.generic]] = {
     "FLOAT16": np.float16,
     "FLOAT32": np.float32,
@@ -87,14 +88,14 @@ class Blobs:
         if nbytes != expected:
             raise EngineError(f"{where}: it has {nbytes} bytes, shape {list(shape)} of {dtype} needs {expected}")
         data = self._bytes[start : start + nbytes]
-        if dtype in _BITS:
+        if dtype in SUB_BYTE:
             return unpack_bits(data, dtype, math.prod(shape)).reshape(shape)
         return np.asarray(data.view(_numpy(dtype))).reshape(shape)
 
 
 def unpack_bits(data: np.ndarray, dtype: str, count: int) -> np.ndarray:
     """``count`` values of a sub-byte ``dtype`` from packed bytes, one a byte: uint8, or int8 for INT4."""
-    bits = _BITS[dtype]
+    bits = SUB_BYTE[dtype]
     if 8 % bits == 0:
         shifts = np.arange(0, 8, bits, dtype=np.uint8)
         values = (data[:, None] >> shifts & np.uint8((1 << bits) - 1)).ravel()[:count]
@@ -107,10 +108,10 @@ def unpack_bits(data: np.ndarray, dtype: str, count: int) -> np.ndarray:
 
 
 def _bits(dtype: str) -> int:
-    return _BITS.get(dtype) or 8 * np.dtype(_numpy(dtype)).itemsize
+    return SUB_BYTE.get(dtype) or 8 * np.dtype(_numpy(dtype)).itemsize
 
 
 def _numpy(dtype: str) -> type[np.generic]:
     if dtype not in _NUMPY:
-        raise EngineError(f"weights of MIL's data type {dtype} are not read; known are {sorted({*_NUMPY, *_BITS})}")
+        raise EngineError(f"weights of MIL's data type {dtype} are not read; known are {sorted({*_NUMPY, *SUB_BYTE})}")
     return _NUMPY[dtype]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
+from intaglio.engines.coreml.evaluator.blobs import SUB_BYTE, unpack_bits
 from intaglio.engines.coreml.evaluator.program import (
     NUMPY_TYPES,
     Binding,
@@ -32,9 +34,7 @@ _FORMAT_VERSION = "1.0.0"
 _MODEL_PATH = "@model_path/"
 # Core ML's element types of arrays, by the number in the description.
 _ARRAY_TYPES = {65552: "FLOAT16", 65568: "FLOAT32", 65600: "FLOAT64", 131104: "INT32", 131080: "INT8"}
-_AS_BYTES = frozenset(
-    {"FLOAT16", "INT4", "INT8", "UINT1", "UINT2", "UINT3", "UINT4", "UINT6", "UINT8", "UINT32", "UINT64"}
-)
+_AS_BYTES = frozenset({"FLOAT16", "INT8", "UINT8", "UINT32", "UINT64", *SUB_BYTE})
 
 
 def read_program(path: str | Path) -> Program:
@@ -167,16 +167,18 @@ def _immediate(message: Any, kind: ValueType) -> Any:
     field = message.tensor.WhichOneof("value")
     values: Any = getattr(message.tensor, field).values if field else ()
     shape = tuple(size or 0 for size in kind.shape or ())
+    count = math.prod(shape)
     if kind.dtype == "STRING":
         return values[0] if not shape else list(values)
     dtype = np.dtype(NUMPY_TYPES[kind.dtype])
     if field == "bytes":
         if kind.dtype not in _AS_BYTES:
             raise EngineError(f"a constant of {kind.dtype} is stored as bytes")
-        array = np.frombuffer(values, dtype)
+        packed = np.frombuffer(values, np.uint8)
+        array = unpack_bits(packed, kind.dtype, count) if kind.dtype in SUB_BYTE else packed.view(dtype)
     else:
         array = np.array(values, dtype)
-    if array.size != np.prod(shape, dtype=np.int64):
+    if array.size != count:
         raise EngineError(f"a constant of shape {list(shape)} has {array.size} values")
     return array.reshape(shape)
 

@@ -111,6 +111,25 @@ def test_look_up_tables(tmp_path):
         assert error(found, other) <= 1e-6
 
 
+def test_few_codes_are_stored_in_the_program(tmp_path):
+    """Less than ten values lie in the program itself, packed like those of the weight file."""
+    rng = np.random.default_rng()
+    x = rng.standard_normal((3, 3)).astype(np.float32)
+    indices = {bits: codes(bits, 3, 3) for bits in (1, 2, 3, 4, 6)}
+    tables = {bits: rng.standard_normal((1, 1, 1 << bits, 1)).astype(np.float32) for bits in indices}
+    int4, signed = types.nptype_from_builtin(types.int4), rng.integers(-8, 8, (3, 3))
+
+    def body(x):
+        weights = [mb.constexpr_lut_to_dense(indices=indices[bits], lut=tables[bits]) for bits in indices]
+        scale = np.full((1, 1), 0.5, np.float32)
+        weights.append(mb.constexpr_blockwise_shift_scale(data=signed.astype(int4), scale=scale))
+        return [mb.linear(x=x, weight=weight) for weight in weights]
+
+    expected = [x @ tables[bits][0, 0, plain(indices[bits]), 0].T for bits in indices]
+    for found, other in zip(run(tmp_path, body, {"x": x}), [*expected, x @ (signed * 0.5).T], strict=True):
+        assert error(found, other) <= 1e-6
+
+
 def test_shift_and_scale(tmp_path):
     rng = np.random.default_rng()
     x = rng.standard_normal((3, 32)).astype(np.float32)
