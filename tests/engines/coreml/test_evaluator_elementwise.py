@@ -164,7 +164,14 @@ def test_float16_rounds_after_each_op(tmp_path):
 
     def body(x):
         product = mb.linear(x=x, weight=weight)
-        return [product, mb.exp(x=mb.mul(x=product, y=np.float16(0.1))), mb.mul(x=product, y=np.float16(30000))]
+        wide = mb.mul(x=x, y=np.float16(200))
+        return [
+            product,
+            mb.exp(x=mb.mul(x=product, y=np.float16(0.1))),
+            mb.mul(x=product, y=np.float16(30000)),
+            # The squares do not fit in float16, the root of their sum does.
+            mb.reduce_l2_norm(x=wide, axes=[-1]),
+        ]
 
     found = run(tmp_path, body, {"x": x})
     product = (x.astype(np.float32) @ weight.astype(np.float32).T).astype(np.float16)
@@ -174,6 +181,8 @@ def test_float16_rounds_after_each_op(tmp_path):
     assert error(found[0], product) <= 1e-4
     assert error(found[1], np.exp(scaled.astype(np.float32)).astype(np.float16)) <= 2e-3
     assert np.isinf(found[2]).any()
+    wide = (x.astype(np.float32) * 200).astype(np.float16)
+    assert error(found[3], np.linalg.norm(wide.astype(np.float64), axis=-1)) <= 1e-3
     assert error(found[0], x.astype(np.float64) @ weight.astype(np.float64).T) >= 5e-5
 
 

@@ -153,7 +153,7 @@ def test_transposed_convolution(tmp_path, dims):
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_pooling(tmp_path, dims):
     x = numbers(2, 3, *[9, 8, 7][:dims])
-    kernel, strides, half = [3, 2, 3][:dims], [2, 2, 1][:dims], [1, 1, 0][:dims]
+    kernel, strides, half = [3, 2, 3][:dims], [2, 3, 1][:dims], [1, 1, 0][:dims]
     pad = [p for each in half for p in (each, each)]
     padded = {"kernel_sizes": kernel, "strides": strides, "pad_type": "custom", "pad": pad}
     ceils = [False, True] if dims < 3 else [False]

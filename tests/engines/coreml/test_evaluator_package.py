@@ -234,17 +234,21 @@ def test_a_cache_as_state(tmp_path):
     def program(row, at, cache):
         begin = mb.concat(values=[at, [0]], axis=0)
         end = mb.concat(values=[mb.add(x=at, y=1), [2]], axis=0)
-        filled = mb.slice_update(x=mb.read_state(input=cache), update=row, begin=begin, end=end)
-        return mb.reduce_sum(x=mb.coreml_update_state(state=cache, value=filled), axes=[0], name="total")
+        before = mb.read_state(input=cache)
+        filled = mb.slice_update(x=before, update=row, begin=begin, end=end)
+        total = mb.reduce_sum(x=mb.coreml_update_state(state=cache, value=filled), axes=[0], name="total")
+        # What was read first stays what it was.
+        return total, mb.reduce_sum(x=before, axes=[0], name="before")
 
     evaluator = Evaluator(save(program, tmp_path / "m.mlpackage"))
     state = evaluator.make_state()
     assert {name: (array.dtype, array.shape) for name, array in state.items()} == {"cache": (np.float16, (4, 2))}
     rows = np.random.default_rng().standard_normal((2, 1, 2)).astype(np.float16)
     for step, row in enumerate(rows):
-        total = evaluator.run({"row": row, "at": np.array([step], np.int32)}, state=state)["total"]
+        found = evaluator.run({"row": row, "at": np.array([step], np.int32)}, state=state)
+        assert error(found["before"], rows[:step].astype(np.float64).sum((0, 1))) <= 1e-3
         np.testing.assert_array_equal(state["cache"][step], row[0])
-    assert error(total, rows.astype(np.float64).sum((0, 1))) <= 1e-3
+    assert error(found["total"], rows.astype(np.float64).sum((0, 1))) <= 1e-3
     assert not state["cache"][2:].any()
     assert not evaluator.make_state()["cache"].any()
     feeds = {"row": rows[0], "at": np.zeros(1, np.int32)}
