@@ -110,13 +110,15 @@ def test_gather(tmp_path):
         return [
             mb.gather(x=x, indices=indices, axis=0), mb.gather(x=x, indices=indices, axis=-1),
             mb.gather(x=x, indices=np.int32(3), axis=1), mb.gather(x=x, indices=batched, axis=1, batch_dims=1),
+            mb.gather(x=x, indices=batched, axis=2, batch_dims=1),
             mb.gather_along_axis(x=x, indices=along, axis=1), mb.gather_nd(x=x, indices=vectors),
             mb.gather_nd(x=x, indices=mb.expand_dims(x=batched, axes=[-1]), batch_dims=1),
         ]  # fmt: skip
 
     rows = np.arange(4)[:, None]
     expected = [
-        x[indices], x[..., indices], x[:, 3], x[rows, batched], torch.gather(t(x), 1, t(along).long()),
+        x[indices], x[..., indices], x[:, 3], x[rows, batched],
+        np.stack([x[i][:, batched[i]] for i in range(4)]), torch.gather(t(x), 1, t(along).long()),
         x[vectors[..., 0], vectors[..., 1]], x[rows, batched],
     ]  # fmt: skip
     feeds = {"x": x, "indices": indices, "along": along, "batched": batched, "vectors": vectors}
@@ -234,7 +236,7 @@ def test_values_of_other_dtypes_are_moved_exactly(tmp_path):
 
 
 def test_boxes_that_overlap_are_suppressed(tmp_path):
-    """A kept box overlaps no better kept one; one that is not kept overlaps a better kept one. No other result does so."""
+    """A kept box overlaps no better kept one; any other overlaps a better kept one. No other result does so."""
     rng = np.random.default_rng()
     boxes = np.concatenate([rng.uniform(0, 10, (2, 20)), rng.uniform(2, 6, (2, 20))])[None].astype(np.float32)
     scores = rng.permutation(20).astype(np.float32).reshape(1, 1, 20)
