@@ -151,8 +151,9 @@ def _mask(node: Node, query: Var, key: Var, past_key: Var | None) -> _Mask:
         return _Mask(visible, blind)
     given = cast(given, dtype_of(query))
     if rules is not None:
-        lowest = constant(np.array(-np.inf), given)
-        given = mb.select(cond=rules, a=given, b=lowest)
+        # A select has the shape of what it selects, whatever that of its condition.
+        nothing = mb.mul(x=cast(rules, dtype_of(given)), y=constant(np.array(0.0), given))
+        given = mb.select(cond=rules, a=mb.add(x=given, y=nothing), b=constant(np.array(-np.inf), given))
     blind = bool(np.isneginf(given.val).all(axis=-1).any()) if given.val is not None else rules is not None
     return _Mask(given, blind)
 

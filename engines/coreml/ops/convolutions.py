@@ -94,8 +94,9 @@ def _transposed_pads(node: Node, x: Var, kernel: Sequence[int]) -> tuple[list[in
         before = [0] * n if auto == "VALID" else pads[:n]
         after = [0] * n if auto == "VALID" else pads[n:]
         return before, [a - e for a, e in zip(after, extra, strict=True)], window
-    halves = [t // 2 if t >= 0 else -(-t // 2) for t in total]
-    before = halves if auto == "SAME_UPPER" else [t - h for t, h in zip(total, halves, strict=True)]
+    # Where more is wanted than there is, it is added at the end.
+    halves = [max(t, 0) // 2 for t in total]
+    before = halves if auto == "SAME_UPPER" else [max(t, 0) - h for t, h in zip(total, halves, strict=True)]
     return before, [t - b - e for t, b, e in zip(total, before, extra, strict=True)], window
 
 

@@ -87,9 +87,7 @@ def _with_constant(node: Node, x: Var, before: Sequence[int], after: Sequence[in
     known = value is None or value.val is not None
     number = node.float("value", 0.0) if value is None else np.ravel(value.val)[0] if known else 0
     if not is_float(x):
-        if not known:
-            node.fail("pads integers with a value that is known only when the model runs", "make it an initializer")
-        return _with_integers(node, x, before, after, number)
+        return _with_integers(node, x, before, after, number if known else np.ravel(node.constant(2))[0])
     pads = _in_mil_order(before, after)
     if known:
         return mb.pad(x=x, pad=pads, mode="constant", constant_val=constant(np.array(number), x), name=node.name)
@@ -130,7 +128,7 @@ def _by_gathering(node: Node, x: Var, before: Sequence[int], after: Sequence[int
 def _pad_at_run_time(node: Node, x: Var, mode: str) -> Var:
     """Pads that are known only when the model runs: zeros around floats."""
     if not is_float(x) or mode != "constant" or node.optional(3) is not None:
-        node.fail("has pads that are known only when the model runs", "make them an initializer")
+        node.constant(1)  # which says what is wrong
     value = _value(node)
     number = 0.0 if value is None else np.ravel(node.constant(2))[0]
     pads = mb.reshape(x=mb.transpose(x=mb.reshape(x=node.input(1), shape=[2, -1]), perm=[1, 0]), shape=[-1])

@@ -116,15 +116,15 @@ def _max_pool_with_indices(node: Node) -> tuple[Var, Var]:
     """The maxima and where they are in the whole flattened input, the first of equals."""
     x = node.input(0)
     _check_rank(node, x)
-    if node.int("storage_order", 0):
-        node.fail("counts its indices by columns (storage_order 1), which is not converted")
     shape = static_sizes(node, x, range(x.rank), "the indices of MaxPool count in the whole input")
     window = _window(node, x)
     if node.int("ceil_mode", 0):
         window = with_ceiling(node, shape[2:], window)
     stacked = mb.stack(values=taps(node, pad_spatial(x, window, _lowest(x)), window), axis=0)
     places = list(product(*(range(k) for k in window.kernel)))
-    strides = np.cumprod([1, *shape[:0:-1]])[::-1][2:]
+    by_columns = node.int("storage_order", 0) != 0
+    spatial = shape[2:]
+    strides = np.cumprod([1, *spatial[:-1]]) if by_columns else np.cumprod([1, *spatial[:0:-1]])[::-1]
     steps = np.array([sum(p * d * s for p, d, s in zip(place, window.dilations, strides, strict=True)) for place in places])
     starts = np.zeros([1] * x.rank, np.int64) + np.arange(shape[0] * shape[1]).reshape(
         [shape[0], shape[1]] + [1] * len(strides)

@@ -34,7 +34,7 @@ def Resize(node: Node) -> Var:
     axes = [axis % x.rank for axis in node.ints("axes", list(range(x.rank)))]
     if sizes_at > 0 and node.optional(sizes_at) is not None:
         if not node.is_constant(sizes_at):
-            return _to_sizes_at_run_time(node, x, how, node.input(sizes_at))
+            return _to_sizes_at_run_time(node, x, how, node.input(sizes_at), sizes_at)
         return _to_sizes(node, x, how, axes, [int(s) for s in np.ravel(node.constant(sizes_at))])
     scales = [float(s) for s in np.ravel(node.constant(scales_at))]
     return _by_scales(node, x, how, axes, scales)
@@ -84,7 +84,7 @@ def _to_sizes(node: Node, x: Var, how: Interpolation, axes: Sequence[int], sizes
         whole = [0] * x.rank
         for axis, size in zip(axes, sizes, strict=True):
             whole[axis] = size
-        return _to_sizes_at_run_time(node, x, how, mb.const(val=np.array(whole, np.int32)))
+        return _to_sizes_at_run_time(node, x, how, mb.const(val=np.array(whole, np.int32)), 0)
     have = [int(x.shape[axis]) for axis in axes]
     scales = [out / n for out, n in zip(sizes, have, strict=True)]
     policy = node.string("keep_aspect_ratio_policy", "stretch")
@@ -205,15 +205,19 @@ def _repeats(how: Interpolation, factor: float) -> bool:
     return bool(how.coordinates != "align_corners" and np.array_equal(indices, np.repeat(np.arange(8), times)))
 
 
-def _to_sizes_at_run_time(node: Node, x: Var, how: Interpolation, sizes: Var) -> Var:
-    """Sizes that are known only when the model runs: those of the last two axes."""
-    linear = how.mode == "linear" and how.coordinates in _SAMPLING and not how.antialias
-    # With round_prefer_floor and half pixels nearest values are not those of MIL's op, which rounds down.
+def _to_sizes_at_run_time(node: Node, x: Var, how: Interpolation, sizes: Var, sizes_at: int) -> Var:
+    """Sizes of the last two axes that are known only when the model runs."""
+    linear = how.mode == "linear" and how.coordinates in _SAMPLING and not how.antialias and not how.exclude_outside
     nearest = how.mode == "nearest" and how.coordinates == "asymmetric" and how.nearest == "floor"
-    if x.rank < 3 or not (linear or nearest) or sizes.shape[0] != x.rank:
+    if how.coordinates == "pytorch_half_pixel" and is_static(x.shape[-2:]):
+        linear = False  # an output of one row or column would differ
+    is_plain = x.rank >= 3 and sizes.shape[0] == x.rank and node.string("keep_aspect_ratio_policy", "stretch") == "stretch"
+    if not is_plain or not (linear or nearest):
+        if sizes_at:
+            node.constant(sizes_at)  # which says that it must be known
         node.fail(
-            f"resizes to sizes that are known only when the model runs, with mode {how.mode}, coordinates "
-            f"{how.coordinates}, rounding {how.nearest}, which Core ML has no op for",
+            f"resizes what varies with mode {how.mode}, coordinates {how.coordinates}, rounding {how.nearest}, "
+            "which Core ML has no op for",
             "fix the sizes with --shapes",
         )
     return mb.resize(
