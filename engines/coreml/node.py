@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -139,6 +140,10 @@ class Node:
     def inline(self, graph: ir.Graph, inputs: Sequence[Var] = ()) -> list[Var]:
         """Converts a subgraph in place, with these as its inputs; its outputs."""
         return self._conversion.inline(graph, inputs, self)
+
+    def nested(self) -> AbstractContextManager[None]:
+        """While a block inside the current one is filled: what is made in it is not seen outside."""
+        return self._conversion.nested()
 
     def fail(self, what: str, way_out: str = "") -> NoReturn:
         """Raises CompileError: the node, its op and opset, what is wrong with it and what can be done."""

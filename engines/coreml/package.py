@@ -15,8 +15,9 @@ from intaglio.engines.coreml.conversion import MAX_RANK, Converted, Port
 from intaglio.engines.coreml.coremltools_ import import_coremltools
 from intaglio.errors import CompileError
 
-# Narrows indices to 16 bits, and with them what a program says of its inputs.
-_UNWANTED = ("common::add_int16_cast",)
+# The first narrows indices to 16 bits, and with them what a program says of its inputs. The second counts negative
+# indices from the end, which converters do where it is needed, and forgets the batch dims of gather_nd.
+_UNWANTED = ("common::add_int16_cast", "common::guard_negative_gather_indices")
 _FLOAT16 = "common::add_fp16_cast"
 # Puts look-up tables after their scales: the order that is safe on devices of before iOS 26.
 _CANONICAL_TABLES = "common::canonicalize_quantized_lut_pattern"
