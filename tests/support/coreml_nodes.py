@@ -23,6 +23,8 @@ def one_node(
 
     ``vary`` names the dims of the first input, such as ``"n,3,h,w"``.
     """
+    while inputs[-1] is None:
+        inputs = inputs[:-1]
     names = ["" if value is None else f"x{i}" for i, value in enumerate(inputs)]
     feeds = {n: v for n, v in zip(names, inputs, strict=True) if isinstance(v, np.ndarray)}
     weights = [numpy_helper.from_array(v[0], n) for n, v in zip(names, inputs, strict=True) if isinstance(v, tuple)]

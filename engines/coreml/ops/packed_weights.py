@@ -217,3 +217,32 @@ def _dequantize_at_run_time(node: Node) -> Var:
     if offsets.rank:
         weight = mb.add(x=weight, y=mb.expand_dims(x=cast(offsets, "fp32"), axes=[2]))
     return mb.reshape(x=weight, shape=[rows, width], name=node.name)
+
+
+@converter("MatMulNBits", domain="com.microsoft")
+def MatMulNBits(node: Node) -> Var:
+    width, rows, bits, block = node.int("K"), node.int("N"), node.int("bits", 4), node.int("block_size")
+    if bits not in (2, 4, 8) or width % block:
+        node.fail(f"has codes of {bits} bits in blocks of {block} for {width} inputs; expected 2, 4 or 8 that fill them")
+    if node.optional(4) is not None:
+        node.fail("has groups in an order of their own (g_idx), which are not converted")
+    codes = unpack_codes(np.asarray(node.constant(1), np.uint8).reshape(rows, -1), bits)[:, :width]
+    scales = node.constant(2).astype(np.float32).reshape(rows, -1)
+    zero_points, offsets = _zero_points(node, scales, bits), None
+    if isinstance(zero_points, np.ndarray):
+        offsets, zero_points = -zero_points * scales, 0
+    weight = PackedWeight(codes, bits, zero_points, scales, offsets)
+    x, bias = node.input(0), node.optional(5)
+    y = packed_product(x, packed_weight(node, weight, dtype_of(x)), node.name)
+    return y if bias is None else mb.add(x=y, y=bias)
+
+
+def _zero_points(node: Node, scales: np.ndarray, bits: int) -> int | np.ndarray:
+    """One zero point for all groups, or one for each, float32 in the shape of the scales."""
+    if node.optional(3) is None:
+        return 1 << bits - 1
+    given = node.constant(3)
+    if given.dtype != np.uint8:
+        return given.astype(np.float32).reshape(scales.shape)
+    found = unpack_codes(given.reshape(scales.shape[0], -1), bits)[:, : scales.shape[1]]
+    return int(found.flat[0]) if (found == found.flat[0]).all() else found.astype(np.float32)

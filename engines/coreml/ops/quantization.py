@@ -248,12 +248,12 @@ def _dynamically(x: Var) -> tuple[Var, Var, Var]:
     high = mb.maximum(x=mb.reduce_max(x=x, axes=axes, keep_dims=False), y=np.float32(0))
     low = mb.minimum(x=mb.reduce_min(x=x, axes=axes, keep_dims=False), y=np.float32(0))
     scale = mb.real_div(x=mb.sub(x=high, y=low), y=np.float32(255))
-    # Of nothing but zeros the scale is 0, by which nothing is divided.
+    # Nothing but zeros has the scale 1, as in onnxruntime.
     step = mb.select(cond=mb.equal(x=scale, y=np.float32(0)), a=np.float32(1), b=scale)
     zero = mb.clip(x=mb.round(x=mb.real_div(x=mb.sub(x=np.float32(0), y=low), y=step)), alpha=np.float32(0), beta=np.float32(255))
     y = mb.add(x=mb.round(x=mb.real_div(x=x, y=step)), y=zero)
     y = mb.clip(x=y, alpha=np.float32(0), beta=np.float32(255))
-    return mb.cast(x=y, dtype="int32"), scale, mb.cast(x=zero, dtype="int32")
+    return mb.cast(x=y, dtype="int32"), step, mb.cast(x=zero, dtype="int32")
 
 
 def _ratio(node: Node, first: int, second: int, out: int) -> Var:
