@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 from coreml_models import assert_same
-from onnx import helper, numpy_helper
 
 from intaglio.exporters.bundle import Dim
 
@@ -17,7 +17,14 @@ Weight = tuple[np.ndarray]
 
 
 def one_node(
-    op: str, inputs: Sequence[Any], opset: int = 21, *, domain: str = "", outputs: int = 1, vary: str = "", **attributes: Any
+    op: str,
+    inputs: Sequence[Any],
+    opset: int = 21,
+    *,
+    domain: str = "",
+    outputs: int = 1,
+    vary: str = "",
+    **attributes: Any,
 ) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
     """The model, and what it is fed. A tuple of one array is a weight.
 
@@ -25,20 +32,28 @@ def one_node(
     """
     while inputs[-1] is None:
         inputs = inputs[:-1]
-    names = ["" if value is None else f"x{i}" for i, value in enumerate(inputs)]
-    feeds = {n: v for n, v in zip(names, inputs, strict=True) if isinstance(v, np.ndarray)}
-    weights = [numpy_helper.from_array(v[0], n) for n, v in zip(names, inputs, strict=True) if isinstance(v, tuple)]
-    shapes: dict[str, Sequence[Any]] = {n: v.shape for n, v in feeds.items()}
-    if vary:
-        shapes[names[0]] = [int(s) if s.isdigit() else s for s in vary.split(",")]
-    taken = [helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(v.dtype), shapes[n]) for n, v in feeds.items()]
-    results = [f"y{i}" for i in range(outputs)]
-    node = helper.make_node(op, names, results, domain=domain, **attributes)
-    given = [onnx.ValueInfoProto(name=n) for n in results]
-    graph = helper.make_graph([node], "g", taken, given, weights)
-    imports = [helper.make_opsetid("", opset), *([helper.make_opsetid(domain, 1)] if domain else [])]
-    model = helper.make_model(graph, opset_imports=imports, ir_version=10)
-    return model, feeds
+    values: list[ir.Value | None] = []
+    for i, each in enumerate(inputs):
+        if each is None:
+            values.append(None)
+            continue
+        tensor = ir.tensor(each[0] if isinstance(each, tuple) else each, name=f"x{i}")
+        known = tensor if isinstance(each, tuple) else None
+        shape = ir.Shape([int(s) if s.isdigit() else s for s in vary.split(",")]) if vary and i == 0 else tensor.shape
+        values.append(ir.Value(name=f"x{i}", shape=shape, type=ir.TensorType(tensor.dtype), const_value=known))
+    results = [ir.Value(name=f"y{i}") for i in range(outputs)]
+    node = ir.node(op, values, attributes, domain=domain, outputs=results)
+    given = [value for value in values if value is not None]
+    graph = ir.Graph(
+        [value for value in given if value.const_value is None],
+        results,
+        nodes=[node],
+        initializers=[value for value in given if value.const_value is not None],
+        opset_imports={"": opset, **({domain: 1} if domain else {})},
+        name="g",
+    )
+    feeds = {f"x{i}": each for i, each in enumerate(inputs) if isinstance(each, np.ndarray)}
+    return ir.to_proto(ir.Model(graph, ir_version=10)), feeds
 
 
 def check_node(op: str, inputs: Sequence[Any], opset: int = 21, rtol: float = 1e-5, **rest: Any) -> None:

@@ -51,9 +51,7 @@ def InstanceNormalization(node: Node) -> Var:
     x, scale, bias = node.input(0), node.input(1), node.input(2)
     epsilon = node.float("epsilon", 1e-5)
     if scale.val is not None and bias.val is not None and 3 <= x.rank <= 4:
-        return mb.instance_norm(
-            x=x, gamma=scale, beta=bias, epsilon=constant(np.array(epsilon), x), name=node.name
-        )
+        return mb.instance_norm(x=x, gamma=scale, beta=bias, epsilon=constant(np.array(epsilon), x), name=node.name)
     mean, variance = _statistics(x, list(range(2, x.rank)))
     return _affine(_normalised(x, mean, variance, epsilon), scale, bias, 1)
 
@@ -112,9 +110,7 @@ def LRN(node: Node) -> Var:
     # An even window has one channel more after than before.
     rows = reshape(mb.square(x=x), [size_of(x, 0), 1, size_of(x, 1), -1])
     before = (size - 1) // 2
-    mean = mb.avg_pool(
-        x=rows, kernel_sizes=[size, 1], pad_type="custom", pad=[before, size - 1 - before, 0, 0]
-    )
+    mean = mb.avg_pool(x=rows, kernel_sizes=[size, 1], pad_type="custom", pad=[before, size - 1 - before, 0, 0])
     powers = mb.add(x=mb.mul(x=mean, y=constant(np.array(alpha), x)), y=constant(np.array(bias), x))
     divisor = mb.pow(x=powers, y=constant(np.array(beta), x))
     return mb.real_div(x=x, y=shape_like(divisor, x), name=node.name)

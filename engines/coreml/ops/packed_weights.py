@@ -99,7 +99,11 @@ def packed_weight(node: Node, weight: PackedWeight, dtype: str) -> Var:
     form = _FORM.get()
     narrow = form.float16 or dtype == "fp16"
     if weight.offsets is not None:
-        return _affine_table(node, weight, narrow) if weight.bits == 2 and form.order != "int4" else _affine(node, weight, narrow)
+        return (
+            _affine_table(node, weight, narrow)
+            if weight.bits == 2 and form.order != "int4"
+            else _affine(node, weight, narrow)
+        )
     if weight.bits == 2 and form.order != "int4":
         return _table(node, weight, form.order, narrow)
     return _scaled(node, weight, narrow)
@@ -210,7 +214,10 @@ def _dequantize_at_run_time(node: Node) -> Var:
     fields = [
         mb.mod(x=mb.floor_div(x=codes, y=np.int32(1 << shift)), y=np.int32(1 << bits)) for shift in range(0, 8, bits)
     ]
-    rows, width = int(codes.shape[0]) if isinstance(codes.shape[0], (int, np.integer)) else -1, int(codes.shape[1]) * 8 // bits
+    rows, width = (
+        int(codes.shape[0]) if isinstance(codes.shape[0], (int, np.integer)) else -1,
+        int(codes.shape[1]) * 8 // bits,
+    )
     groups = mb.reshape(x=mb.stack(values=fields, axis=2), shape=[rows, width // group_size, group_size])
     values = mb.cast(x=mb.sub(x=groups, y=np.int32(zero_point)), dtype="fp32")
     weight = mb.mul(x=values, y=mb.expand_dims(x=cast(scales, "fp32"), axes=[2]))
@@ -223,7 +230,9 @@ def _dequantize_at_run_time(node: Node) -> Var:
 def MatMulNBits(node: Node) -> Var:
     width, rows, bits, block = node.int("K"), node.int("N"), node.int("bits", 4), node.int("block_size")
     if bits not in (2, 4, 8) or width % block:
-        node.fail(f"has codes of {bits} bits in blocks of {block} for {width} inputs; expected 2, 4 or 8 that fill them")
+        node.fail(
+            f"has codes of {bits} bits in blocks of {block} for {width} inputs; expected 2, 4 or 8 that fill them"
+        )
     if node.optional(4) is not None:
         node.fail("has groups in an order of their own (g_idx), which are not converted")
     codes = unpack_codes(np.asarray(node.constant(1), np.uint8).reshape(rows, -1), bits)[:, :width]

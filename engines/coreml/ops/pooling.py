@@ -125,7 +125,9 @@ def _max_pool_with_indices(node: Node) -> tuple[Var, Var]:
     by_columns = node.int("storage_order", 0) != 0
     spatial = shape[2:]
     strides = np.cumprod([1, *spatial[:-1]]) if by_columns else np.cumprod([1, *spatial[:0:-1]])[::-1]
-    steps = np.array([sum(p * d * s for p, d, s in zip(place, window.dilations, strides, strict=True)) for place in places])
+    steps = np.array(
+        [sum(p * d * s for p, d, s in zip(place, window.dilations, strides, strict=True)) for place in places]
+    )
     starts = np.zeros([1] * x.rank, np.int64) + np.arange(shape[0] * shape[1]).reshape(
         [shape[0], shape[1]] + [1] * len(strides)
     ) * int(np.prod(shape[2:]))

@@ -211,7 +211,10 @@ def _saturated(steps: Var, zero: Var | None, low: int, high: int, name: str) -> 
     y = mb.round(x=steps)
     if zero is not None:
         zero = cast(zero, "fp32")
-        y = mb.add(x=y, y=mb.reshape(x=zero, shape=[1] * max(y.rank, 1)) if zero.rank < 2 and zero.shape in ((), (1,)) else zero)
+        y = mb.add(
+            x=y,
+            y=mb.reshape(x=zero, shape=[1] * max(y.rank, 1)) if zero.rank < 2 and zero.shape in ((), (1,)) else zero,
+        )
     return mb.cast(x=mb.clip(x=y, alpha=np.float32(low), beta=np.float32(high)), dtype="int32", name=name)
 
 
@@ -250,7 +253,9 @@ def _dynamically(x: Var) -> tuple[Var, Var, Var]:
     scale = mb.real_div(x=mb.sub(x=high, y=low), y=np.float32(255))
     # Nothing but zeros has the scale 1, as in onnxruntime.
     step = mb.select(cond=mb.equal(x=scale, y=np.float32(0)), a=np.float32(1), b=scale)
-    zero = mb.clip(x=mb.round(x=mb.real_div(x=mb.sub(x=np.float32(0), y=low), y=step)), alpha=np.float32(0), beta=np.float32(255))
+    zero = mb.clip(
+        x=mb.round(x=mb.real_div(x=mb.sub(x=np.float32(0), y=low), y=step)), alpha=np.float32(0), beta=np.float32(255)
+    )
     y = mb.add(x=mb.round(x=mb.real_div(x=x, y=step)), y=zero)
     y = mb.clip(x=y, alpha=np.float32(0), beta=np.float32(255))
     return mb.cast(x=y, dtype="int32"), step, mb.cast(x=zero, dtype="int32")

@@ -71,7 +71,10 @@ def _by_scales(node: Node, x: Var, how: Interpolation, axes: Sequence[int], scal
     if is_static([x.shape[axis] for axis in moved]):
         sizes = {axis: int(x.shape[axis]) for axis in moved}
         return _along_axes(
-            node, x, how, {a: Axis(n, math.floor(n * stated[a]), stated[a], _region(node, axes, a)) for a, n in sizes.items()}
+            node,
+            x,
+            how,
+            {a: Axis(n, math.floor(n * stated[a]), stated[a], _region(node, axes, a)) for a, n in sizes.items()},
         )
     factors = [stated.get(axis, 1.0) for axis in range(x.rank)]
     return _varying(node, x, how, factors)
@@ -145,7 +148,8 @@ def _is_bilinear(x: Var, how: Interpolation, axes: dict[int, Axis]) -> bool:
     if not plain or x.rank < 3 or not set(axes) <= {x.rank - 2, x.rank - 1} or not is_static(x.shape[-2:]):
         return False
     return all(
-        axis.out > 1 and (how.coordinates == "align_corners" or math.isclose(axis.scale, axis.out / axis.size, rel_tol=1e-6))
+        axis.out > 1
+        and (how.coordinates == "align_corners" or math.isclose(axis.scale, axis.out / axis.size, rel_tol=1e-6))
         for axis in axes.values()
     )
 
@@ -211,7 +215,9 @@ def _to_sizes_at_run_time(node: Node, x: Var, how: Interpolation, sizes: Var, si
     nearest = how.mode == "nearest" and how.coordinates == "asymmetric" and how.nearest == "floor"
     if how.coordinates == "pytorch_half_pixel" and is_static(x.shape[-2:]):
         linear = False  # an output of one row or column would differ
-    is_plain = x.rank >= 3 and sizes.shape[0] == x.rank and node.string("keep_aspect_ratio_policy", "stretch") == "stretch"
+    is_plain = (
+        x.rank >= 3 and sizes.shape[0] == x.rank and node.string("keep_aspect_ratio_policy", "stretch") == "stretch"
+    )
     if not is_plain or not (linear or nearest):
         if sizes_at:
             node.constant(sizes_at)  # which says that it must be known

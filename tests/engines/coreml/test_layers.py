@@ -78,7 +78,9 @@ TRANSPOSED = [
 @pytest.mark.parametrize("case", TRANSPOSED, ids=lambda case: str(case[2]))
 def test_conv_transpose(case):
     x, w, attributes = case
-    check_node("ConvTranspose", [floats(*x), weight(*w), weight(w[1] * attributes.get("group", 1))], rtol=2e-5, **attributes)
+    check_node(
+        "ConvTranspose", [floats(*x), weight(*w), weight(w[1] * attributes.get("group", 1))], rtol=2e-5, **attributes
+    )
 
 
 POOLS = [

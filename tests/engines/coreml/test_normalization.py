@@ -15,7 +15,9 @@ def _positive(n: int) -> tuple[np.ndarray]:
 @pytest.mark.parametrize("shape", [(3, 4), (3, 4, 5), (3, 4, 5, 6), (2, 4, 3, 2, 3)])
 @pytest.mark.parametrize("opset", [8, 9, 14, 15])
 def test_batch_normalization(shape, opset):
-    check_node("BatchNormalization", [floats(*shape), weight(4), weight(4), weight(4), _positive(4)], opset, epsilon=1e-3)
+    check_node(
+        "BatchNormalization", [floats(*shape), weight(4), weight(4), weight(4), _positive(4)], opset, epsilon=1e-3
+    )
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 5), (3, 4, 5, 6), (2, 4, 3, 2, 3)])
@@ -36,7 +38,9 @@ def test_layer_normalization_with_its_statistics():
 
 @pytest.mark.parametrize(("opset", "scales"), [(18, 3), (21, 12)])
 def test_group_normalization(opset, scales):
-    check_node("GroupNormalization", [floats(2, 12, 5, 4), weight(scales), weight(scales)], opset, num_groups=3, rtol=3e-5)
+    check_node(
+        "GroupNormalization", [floats(2, 12, 5, 4), weight(scales), weight(scales)], opset, num_groups=3, rtol=3e-5
+    )
 
 
 @pytest.mark.parametrize("axis", [-1, 1])

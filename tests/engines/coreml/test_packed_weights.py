@@ -6,10 +6,8 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import onnx
 import onnx_ir as ir
 import pytest
-from onnx import helper, numpy_helper
 
 from intaglio.engines.coreml.conversion import convert
 from intaglio.engines.coreml.evaluator import Evaluator
@@ -27,7 +25,9 @@ from intaglio.kernels.grouped_quant import (
 TERNARY = GroupedQuantFormat(2, 128, 1)
 
 
-def _rows(rows: int, width: int, layout: GroupedQuantFormat, dtype: np.dtype, offsets: bool = False) -> GroupedQuantRows:
+def _rows(
+    rows: int, width: int, layout: GroupedQuantFormat, dtype: np.dtype, offsets: bool = False
+) -> GroupedQuantRows:
     rng = np.random.default_rng()
     top = 3 if layout == TERNARY else 1 << layout.bits
     codes = pack_codes(rng.integers(0, top, (rows, width), np.uint8), layout.bits)
@@ -36,25 +36,36 @@ def _rows(rows: int, width: int, layout: GroupedQuantFormat, dtype: np.dtype, of
     return GroupedQuantRows(codes, scales, rng.normal(0, 0.1, groups).astype(dtype) if offsets else np.zeros([], dtype))
 
 
-def _model(rows: list[GroupedQuantRows], layout: GroupedQuantFormat, op: str, shape: list[int], dtype: int) -> onnx.ModelProto:
+def _model(
+    rows: list[GroupedQuantRows], layout: GroupedQuantFormat, op: str, shape: list[int], dtype: ir.DataType
+) -> ir.Model:
     """The op on each of the weights, of one input."""
     attributes = {"bits": layout.bits, "group_size": layout.group_size, "zero_point": layout.zero_point}
-    nodes, weights, results = [], [], []
+    x = ir.Value(name="x", shape=ir.Shape(shape), type=ir.TensorType(dtype))
+    nodes, weights = [], []
     for i, each in enumerate(rows):
-        names = [f"{part}{i}" for part in ("codes", "scales", "offsets")]
-        weights += [
-            numpy_helper.from_array(a, n) for a, n in zip((each.codes, each.scales, each.offsets), names, strict=True)
-        ]
-        nodes.append(helper.make_node(op, ["x", *names], [f"y{i}"], domain=DOMAIN, **attributes))
-        results.append(onnx.ValueInfoProto(name=f"y{i}"))
-    graph = helper.make_graph(nodes, "g", [helper.make_tensor_value_info("x", dtype, shape)], results, weights)
-    imports = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
-    return helper.make_model(graph, opset_imports=imports, ir_version=11)
+        parts = []
+        for name, array in (("codes", each.codes), ("scales", each.scales), ("offsets", each.offsets)):
+            tensor = ir.tensor(array, name=f"{name}{i}")
+            parts.append(
+                ir.Value(name=tensor.name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+            )
+        weights += parts
+        nodes.append(ir.node(op, [x, *parts], attributes, domain=DOMAIN, outputs=[ir.Value(name=f"y{i}")]))
+    graph = ir.Graph(
+        [x],
+        [node.outputs[0] for node in nodes],
+        nodes=nodes,
+        initializers=weights,
+        opset_imports={"": 23, DOMAIN: 1},
+        name="g",
+    )
+    return ir.Model(graph, ir_version=11)
 
 
-def _packaged(model: onnx.ModelProto, form: WeightForm, path: Path) -> Evaluator:
+def _packaged(model: ir.Model, form: WeightForm, path: Path) -> Evaluator:
     with packed_as(form):
-        converted = convert(ir.from_proto(model), "model.onnx")
+        converted = convert(model, "model.onnx")
     write_package(converted, path, keep_table_order=form.order == "lut-compact")
     return Evaluator(path)
 
@@ -62,7 +73,7 @@ def _packaged(model: onnx.ModelProto, form: WeightForm, path: Path) -> Evaluator
 def _weight_read(rows: GroupedQuantRows, layout: GroupedQuantFormat, form: WeightForm, path: Path) -> np.ndarray:
     """The weight that the package unpacks, asked for by looking up all of its rows."""
     count = rows.codes.shape[0]
-    model = _model([rows], layout, "GroupedQuantGather", [count], onnx.TensorProto.INT64)
+    model = _model([rows], layout, "GroupedQuantGather", [count], ir.DataType.INT64)
     evaluator = _packaged(model, form, path)
     (found,) = evaluator.run({"x": np.arange(count, dtype=np.int32)}).values()
     return found
@@ -99,7 +110,9 @@ def test_offsets(layout, order, tmp_path):
 def test_products(order, shape, tmp_path):
     rows = _rows(12, 256, TERNARY, np.dtype(np.float16))
     evaluator = _packaged(
-        _model([rows], TERNARY, "GroupedQuantMatMul", shape, onnx.TensorProto.FLOAT), WeightForm(order), tmp_path / "w.mlpackage"
+        _model([rows], TERNARY, "GroupedQuantMatMul", shape, ir.DataType.FLOAT),
+        WeightForm(order),
+        tmp_path / "w.mlpackage",
     )
     x = np.random.default_rng().standard_normal(shape).astype(np.float32)
     (found,) = evaluator.run({"x": x}).values()
@@ -109,7 +122,7 @@ def test_products(order, shape, tmp_path):
 
 def test_products_in_float16_keep_float16_weights(tmp_path):
     rows = _rows(12, 256, TERNARY, np.dtype(np.float32))
-    model = _model([rows], TERNARY, "GroupedQuantMatMul", [4, 256], onnx.TensorProto.FLOAT16)
+    model = _model([rows], TERNARY, "GroupedQuantMatMul", [4, 256], ir.DataType.FLOAT16)
     evaluator = _packaged(model, WeightForm(), tmp_path / "w.mlpackage")
     x = np.random.default_rng().standard_normal((4, 256)).astype(np.float16)
     (found,) = evaluator.run({"x": x}).values()
@@ -126,19 +139,22 @@ BITS = {"lut": 2.20, "lut-compact": 2.14, "lut-fp16": 2.52, "int4": 4.14}
 def test_bits_a_value_on_disk(order, tmp_path):
     rows = [_rows(512, 1024, TERNARY, np.dtype(np.float16)) for _ in range(4)]
     path = tmp_path / "w.mlpackage"
-    _packaged(_model(rows, TERNARY, "GroupedQuantMatMul", [1, 1024], onnx.TensorProto.FLOAT), WeightForm(order), path)
+    _packaged(_model(rows, TERNARY, "GroupedQuantMatMul", [1, 1024], ir.DataType.FLOAT), WeightForm(order), path)
     (weights,) = path.rglob("weight.bin")
     assert weights.stat().st_size * 8 / (4 * 512 * 1024) <= BITS[order]
 
 
 def test_an_order_that_there_is_not():
-    with pytest.raises(ValueError, match="lut, lut-compact, lut-fp16, int4; found 'lut3'"), packed_as(WeightForm("lut3")):
+    with (
+        pytest.raises(ValueError, match="lut, lut-compact, lut-fp16, int4; found 'lut3'"),
+        packed_as(WeightForm("lut3")),
+    ):
         pass
 
 
 def test_scales_beyond_float16_are_refused(tmp_path):
     rows = _rows(4, 128, TERNARY, np.dtype(np.float32))
     rows.scales[1, 0] = 1e6
-    model = _model([rows], TERNARY, "GroupedQuantMatMul", [4, 128], onnx.TensorProto.FLOAT16)
+    model = _model([rows], TERNARY, "GroupedQuantMatMul", [4, 128], ir.DataType.FLOAT16)
     with pytest.raises(CompileError, match=r"GroupedQuantMatMul.*1e\+06.*--dtype float32"):
         _packaged(model, WeightForm(), tmp_path / "w.mlpackage")

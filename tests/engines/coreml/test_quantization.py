@@ -31,7 +31,9 @@ def test_quantize_and_dequantize(dtype, axis):
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8])
 @pytest.mark.parametrize("case", ["tensor", "axis", "block"])
 def test_quantized_weights_stay_packed(dtype, case):
-    shape, more = {"tensor": ((), {}), "axis": ((48,), {"axis": 1}), "block": ((2, 48), {"axis": 0, "block_size": 16})}[case]
+    shape, more = {"tensor": ((), {}), "axis": ((48,), {"axis": 1}), "block": ((2, 48), {"axis": 0, "block_size": 16})}[
+        case
+    ]
     zero = (_integers(dtype, *shape) if shape else np.array(3, dtype),)
     model, _ = one_node("DequantizeLinear", [(_integers(dtype, 32, 48),), _scale(*shape), zero], **more)
     ops = [op.op_type for op in packaged(model).program.functions["main"].operations]
@@ -74,6 +76,8 @@ def test_what_onnxruntime_makes_of_quantized_models():
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("zero_points", ["none", "one", "packed", "float"])
 def test_matmul_n_bits(bits, zero_points):
+    if (bits, zero_points) == (8, "float"):
+        pytest.skip("onnxruntime has no such kernel")
     width, rows, block = 64, 6, 32
     codes = _integers(np.uint8, rows, width // block, block * bits // 8)
     blob = rows, width // block * bits // 8

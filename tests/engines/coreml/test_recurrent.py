@@ -12,7 +12,11 @@ S, B, I, H = 5, 3, 4, 6  # noqa: E741
 
 
 def _inputs(op: str, directions: int, lengths: bool = False, states: bool = True, known: bool = True) -> list:
-    weights = [floats(directions, GATES[op] * H, I), floats(directions, GATES[op] * H, H), floats(directions, 2 * GATES[op] * H)]
+    weights = [
+        floats(directions, GATES[op] * H, I),
+        floats(directions, GATES[op] * H, H),
+        floats(directions, 2 * GATES[op] * H),
+    ]
     held = [(w,) for w in weights] if known else weights
     count = (2 if op == "LSTM" else 1) if states else 0
     ends = np.array([5, 2, 4], np.int32) if lengths else None
@@ -23,7 +27,9 @@ def _inputs(op: str, directions: int, lengths: bool = False, states: bool = True
 @pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
 @pytest.mark.parametrize("how", ["weights", "inputs", "lengths", "no states"])
 def test_directions(op, direction, how):
-    inputs = _inputs(op, 2 if direction == "bidirectional" else 1, how == "lengths", how != "no states", how != "inputs")
+    inputs = _inputs(
+        op, 2 if direction == "bidirectional" else 1, how == "lengths", how != "no states", how != "inputs"
+    )
     check_node(op, inputs, outputs=3 if op == "LSTM" else 2, hidden_size=H, direction=direction, rtol=3e-5)
 
 

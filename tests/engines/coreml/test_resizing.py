@@ -44,7 +44,9 @@ def test_upsample(mode):
 
 
 def test_antialiased_and_cropped():
-    check_node("Resize", [floats(1, 1, 12, 9), None, None, _sizes(1, 1, 5, 4)], 19, mode="linear", antialias=1, rtol=3e-5)
+    check_node(
+        "Resize", [floats(1, 1, 12, 9), None, None, _sizes(1, 1, 5, 4)], 19, mode="linear", antialias=1, rtol=3e-5
+    )
     region = (np.array([0, 0, 0.4, 0.6, 1, 1, 0.6, 1.4], np.float32),)
     how = {"mode": "linear", "coordinate_transformation_mode": "tf_crop_and_resize", "extrapolation_value": 7.0}
     check_node("Resize", [floats(1, 1, 6, 5), region, None, _sizes(1, 1, 4, 7)], 19, rtol=3e-5, **how)
