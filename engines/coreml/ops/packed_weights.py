@@ -38,7 +38,8 @@ class WeightForm:
     float16: bool = False
 
 
-_FORM = ContextVar("form", default=WeightForm())
+_DEFAULT = WeightForm()
+_FORM = ContextVar("form", default=_DEFAULT)
 
 
 @contextmanager

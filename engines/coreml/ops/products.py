@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import Var
@@ -101,7 +103,7 @@ def integer_product(a: Var, b: Var, name: str) -> Var:
     depth = int(b.shape[-2])
     ends = [round(depth * i / parts) for i in range(parts + 1)]
     total: Var | None = None
-    for begin, end in zip(ends, ends[1:], strict=False):
+    for begin, end in pairwise(ends):
         y = mb.cast(x=mb.matmul(x=_columns(a, begin, end, -1), y=_columns(b, begin, end, -2)), dtype="int32")
         total = y if total is None else mb.add(x=total, y=y)
     return mb.identity(x=total, name=name)

@@ -269,7 +269,18 @@ def _fused_lstm(node: Node) -> Sequence[Var] | None:
         if node.optional(3) is not None:
             input_bias, recurrent_bias = np.split(node.input(3).val[i], 2)
             weights[f"bias{suffix}"] = _mil_gates(input_bias + recurrent_bias)
-    y, h, c = mb.lstm(x=x, initial_h=states[0], initial_c=states[1], direction=kind, output_sequence=True, **weights)
+    # In which order MIL gives the outputs of its own reverse direction is not written down.
+    is_reversed = kind == "reverse"
+    x = mb.reverse(x=x, axes=[0]) if is_reversed else x
+    y, h, c = mb.lstm(
+        x=x,
+        initial_h=states[0],
+        initial_c=states[1],
+        direction="forward" if is_reversed else kind,
+        output_sequence=True,
+        **weights,
+    )
+    y = mb.reverse(x=y, axes=[0]) if is_reversed else y
     y = mb.stack(values=mb.split(x=y, num_splits=2, axis=-1), axis=1) if count == 2 else mb.expand_dims(x=y, axes=[1])
     last = [
         mb.stack(values=mb.split(x=s, num_splits=2, axis=-1), axis=0) if count == 2 else mb.expand_dims(x=s, axes=[0])

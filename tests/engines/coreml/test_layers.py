@@ -60,7 +60,7 @@ def test_conv_over_sizes_that_vary():
     inputs = [floats(2, 3, 9, 10), weight(5, 3, 3, 3), weight(5)]
     check_node("Conv", inputs, vary="n,3,h,w", dims=dims, auto_pad="SAME_UPPER")
     model, feeds = one_node("Conv", inputs, vary="n,3,h,w", auto_pad="SAME_UPPER", strides=[2, 2])
-    with pytest.raises(CompileError, match="SAME_UPPER.*size varies.*--shapes"):
+    with pytest.raises(CompileError, match=r"SAME_UPPER.*size varies.*--shapes"):
         evaluated(model, feeds, dims=dims)
 
 
