@@ -109,7 +109,7 @@ def _sums(node: Node, x: Var, window: Window) -> Var:
         exclude_padding_from_average=False,
         **_padding(window),
     )
-    return mb.mul(x=mean, y=constant(np.prod(window.kernel, dtype=np.float64), x))
+    return mb.mul(x=mean, y=constant(np.array(float(np.prod(window.kernel))), x))
 
 
 def _max_pool_with_indices(node: Node) -> tuple[Var, Var]:

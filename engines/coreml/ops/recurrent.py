@@ -16,7 +16,7 @@ from intaglio.engines.coreml.registry import converter
 # So many steps are a program of reasonable size.
 _MOST_STEPS = 512
 
-_FUNCTIONS: dict[str, Callable[[Var, float, float], Var]] = {
+_FUNCTIONS: dict[str, Callable[[Var, np.ndarray, np.ndarray], Var]] = {
     "sigmoid": lambda x, a, b: mb.sigmoid(x=x),
     "tanh": lambda x, a, b: mb.tanh(x=x),
     "relu": lambda x, a, b: mb.relu(x=x),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 from coremltools.converters.mil.mil import Builder as mb
@@ -12,7 +13,7 @@ from coremltools.converters.mil.mil.types.symbolic import is_symbolic
 from intaglio.engines.coreml.node import Node
 
 # A size of a tensor: known, or a Var with one int32 where it is known only when the model runs.
-Size = int | Var
+Size: TypeAlias = int | Var
 
 
 def dtype_of(x: Var) -> str:

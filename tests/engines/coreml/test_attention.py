@@ -27,7 +27,7 @@ MASKS = {
     "none": None,
     "boolean": lambda: _visible(S, T),
     "boolean of heads": lambda: _visible(B, 4, S, T),
-    "of keys": lambda: _visible(B, 1, 1, T),
+    "of batches": lambda: _visible(B, 1, S, T),
     "additive": lambda: floats(B, 1, S, T),
     "weight": lambda: (_visible(S, T),),
 }
