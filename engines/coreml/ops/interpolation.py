@@ -31,15 +31,15 @@ class Axis:
     region: tuple[float, float] = (0.0, 1.0)
 
 
-def source_positions(axis: Axis, coordinates: str) -> np.ndarray:
-    """Where in the input each value of the output lies, float64 ``[out]``."""
-    at, n, scale = np.arange(axis.out, dtype=np.float64), axis.size, axis.scale
+def source_positions(axis: Axis, coordinates: str, dtype: type[np.floating] = np.float64) -> np.ndarray:
+    """Where in the input each value of the output lies, ``[out]``."""
+    at, n, scale = np.arange(axis.out, dtype=dtype), axis.size, dtype(axis.scale)
     if coordinates == "asymmetric":
         return at / scale
     if coordinates == "align_corners":
         return at * (n - 1) / (axis.out - 1) if axis.out > 1 else np.zeros(axis.out)
     if coordinates == "pytorch_half_pixel" and axis.out == 1:
-        return np.full(1, -0.5)
+        return np.zeros(1)
     if coordinates == "tf_half_pixel_for_nn":
         return (at + 0.5) / scale
     if coordinates == "half_pixel_symmetric":
@@ -55,7 +55,8 @@ def source_positions(axis: Axis, coordinates: str) -> np.ndarray:
 
 def nearest_indices(axis: Axis, how: Interpolation) -> np.ndarray:
     """The index that each value of the output is copied from, int64 ``[out]``."""
-    at = source_positions(axis, how.coordinates)
+    # In float32, as onnxruntime: what is to be rounded often lies half-way.
+    at = source_positions(axis, how.coordinates, np.float32)
     rounding = {
         "floor": np.floor,
         "ceil": np.ceil,

@@ -54,7 +54,8 @@ def test_antialiased_and_cropped():
 
 def test_other_axes_than_the_last():
     check_node("Resize", [floats(1, 3, 4, 2), None, None, _sizes(6, 7)], 19, mode="linear", axes=[1, 2], rtol=3e-5)
-    check_node("Resize", [floats(2, 3, 5), None, (np.array([1, 1, 2.0], np.float32),)], 19, mode="cubic", rtol=3e-5)
+    check_node("Resize", [floats(3, 5), None, (np.array([1, 2.0], np.float32),)], 19, mode="cubic", rtol=3e-5)
+    check_node("Resize", [floats(2, 3, 5), None, (np.array([1, 1, 2.5], np.float32),)], 19, mode="nearest")
 
 
 DIMS = {"h": Dim(min=2, max=32), "w": Dim(min=2, max=32)}
