@@ -1,0 +1,258 @@
+"""Weights that stay packed in the package: look-up tables of 2 bits, integers of 4 and 8 with a scale a block.
+
+What the forms of a ternary weight hold for each group of values, beside 2 bits a value:
+
+- ``lut``: a table of int8 that its scale makes floats, then the look-up. The order that is safe before iOS 26.
+- ``lut-compact``: the look-up in one table of int8 for the whole weight, then the scale. The smallest.
+- ``lut-fp16``: a table of floats.
+- ``int4``: the scale alone, over 4 bits a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import numpy as np
+from coremltools.converters.mil.mil import Builder as mb
+from coremltools.converters.mil.mil import Var, types
+
+from intaglio.engines.coreml.node import Node
+from intaglio.engines.coreml.ops.tensors import cast, dtype_of
+from intaglio.engines.coreml.registry import converter
+from intaglio.kernels.grouped_quant import DOMAIN, GroupedQuantFormat, unpack_codes
+
+ORDERS = ("lut", "lut-compact", "lut-fp16", "int4")
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """How packed weights are written: one of ``ORDERS``, and whether their values are float16 in any case.
+
+    Otherwise they are float16 where the product is, or where that holds their values exactly.
+    """
+
+    order: str = "lut"
+    float16: bool = False
+
+
+_DEFAULT = WeightForm()
+_FORM = ContextVar("form", default=_DEFAULT)
+
+
+@contextmanager
+def packed_as(form: WeightForm) -> Iterator[None]:
+    """Conversions inside write packed weights in this form. Raises ValueError for an order that there is not."""
+    if form.order not in ORDERS:
+        raise ValueError(f"packed weights are written as one of {', '.join(ORDERS)}; found {form.order!r}")
+    token = _FORM.set(form)
+    try:
+        yield
+    finally:
+        _FORM.reset(token)
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight ``[out, in]``: codes of one byte each, scales and offsets float32 ``[out, groups]``.
+
+    ``w = scale * (code - zero_point) + offset``; no offsets are None.
+    """
+
+    codes: np.ndarray
+    bits: int
+    zero_point: int
+    scales: np.ndarray
+    offsets: np.ndarray | None = None
+
+
+@converter("GroupedQuantMatMul", domain=DOMAIN)
+def GroupedQuantMatMul(node: Node) -> Var:
+    x = node.input(0)
+    weight = packed_weight(node, _read(node, 1), dtype_of(x))
+    return packed_product(x, weight, node.name)
+
+
+@converter("GroupedQuantGather", domain=DOMAIN)
+def GroupedQuantGather(node: Node) -> Var:
+    table = packed_weight(node, _read(node, 1), "fp32")
+    return cast(mb.gather(x=table, indices=node.input(0), axis=0), "fp32")
+
+
+@converter("GroupedQuantDequantize", domain=DOMAIN)
+def GroupedQuantDequantize(node: Node) -> Var:
+    if node.is_constant(0):
+        return cast(packed_weight(node, _read(node, 0), "fp32"), "fp32")
+    return _dequantize_at_run_time(node)
+
+
+def packed_product(x: Var, weight: Var, name: str) -> Var:
+    """``x`` times the transposed weight ``[out, in]``."""
+    if x.rank <= 3:
+        return mb.linear(x=x, weight=weight, name=name)
+    return cast(mb.matmul(x=x, y=cast(weight, dtype_of(x)), transpose_y=True, name=name), dtype_of(x))
+
+
+def packed_weight(node: Node, weight: PackedWeight, dtype: str) -> Var:
+    """The weight as a constant that Core ML unpacks; ``dtype`` is that of the product it is for."""
+    form = _FORM.get()
+    narrow = form.float16 or dtype == "fp16"
+    if weight.offsets is not None:
+        return (
+            _affine_table(node, weight, narrow)
+            if weight.bits == 2 and form.order != "int4"
+            else _affine(node, weight, narrow)
+        )
+    if weight.bits == 2 and form.order != "int4":
+        return _table(node, weight, form.order, narrow)
+    return _scaled(node, weight, narrow)
+
+
+def _read(node: Node, first: int) -> PackedWeight:
+    """The weight whose codes, scales and offsets are the inputs from ``first`` on."""
+    layout = GroupedQuantFormat(node.int("bits"), node.int("group_size"), node.int("zero_point"))
+    codes, scales, offsets = (node.constant(first + i) for i in range(3))
+    has_offsets = offsets.ndim != 0
+    return PackedWeight(
+        codes=unpack_codes(np.asarray(codes, np.uint8), layout.bits),
+        bits=layout.bits,
+        zero_point=layout.zero_point,
+        scales=scales.astype(np.float32),
+        offsets=offsets.astype(np.float32) if has_offsets else None,
+    )
+
+
+def _table(node: Node, weight: PackedWeight, order: str, narrow: bool) -> Var:
+    """2 bits a value, looked up."""
+    entries = (np.arange(4) - weight.zero_point).astype(np.int8)
+    values = entries.astype(np.float32) * weight.scales[..., None]
+    dtype = np.float16 if narrow or _is_exact(values) else np.float32
+    scales = _held(node, weight.scales, dtype)
+    indices = weight.codes.astype(types.np_uint2_dtype)
+    if order == "lut-fp16":
+        return mb.constexpr_lut_to_dense(indices=indices, lut=_held(node, values, dtype)[..., None])
+    if order == "lut-compact":
+        dense = mb.constexpr_lut_to_dense(indices=indices, lut=entries.reshape(1, 1, 4, 1))
+        return mb.constexpr_blockwise_shift_scale(data=dense, scale=scales)
+    tables = np.broadcast_to(entries[:, None], (*scales.shape, 4, 1))
+    lut = mb.constexpr_blockwise_shift_scale(data=np.ascontiguousarray(tables), scale=scales[..., None, None])
+    return mb.constexpr_lut_to_dense(indices=indices, lut=lut)
+
+
+def _scaled(node: Node, weight: PackedWeight, narrow: bool) -> Var:
+    """4 or 8 bits a value, times a scale."""
+    entries = np.arange(1 << weight.bits) - weight.zero_point
+    # Every product of a code and a float16 would have to be a float16 as well.
+    values = entries.astype(np.float32) * weight.scales[..., None] if weight.bits == 2 else None
+    dtype = np.float16 if narrow or (values is not None and _is_exact(values)) else np.float32
+    scales = _held(node, weight.scales, dtype)
+    codes = weight.codes.astype(np.int16) - weight.zero_point
+    bits = max(weight.bits, 4)
+    if -(1 << bits - 1) <= entries.min() and entries.max() < 1 << bits - 1:
+        signed = types.np_int4_dtype if bits == 4 else np.int8
+        return mb.constexpr_blockwise_shift_scale(data=codes.astype(signed), scale=scales)
+    unsigned = types.np_uint4_dtype if bits == 4 else np.uint8
+    zero_points = np.full(scales.shape, weight.zero_point, unsigned)
+    return mb.constexpr_blockwise_shift_scale(data=weight.codes.astype(unsigned), scale=scales, offset=zero_points)
+
+
+def _affine(node: Node, weight: PackedWeight, narrow: bool) -> Var:
+    """4 or 8 bits a value, times a scale, with an offset of each group.
+
+    MIL takes an offset from the code: ``scale * (code - (zero_point - offset / scale))``.
+    """
+    assert weight.offsets is not None
+    # A group of equal values has no scale: its offset is one, of codes that are all 1.
+    flat = weight.scales == 0
+    scales = np.where(flat, weight.offsets, weight.scales)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        offsets = np.where(flat, 0.0, weight.zero_point - weight.offsets.astype(np.float64) / weight.scales)
+    codes = weight.codes
+    if flat.any():
+        width = codes.shape[1] // flat.shape[1]
+        codes = np.where(np.repeat(flat, width, axis=1), np.uint8(1), codes)
+    fits = np.abs(offsets).max() <= np.finfo(np.float16).max
+    dtype = np.float16 if narrow and fits else np.float32
+    kind = types.np_uint4_dtype if weight.bits <= 4 else np.uint8
+    return mb.constexpr_blockwise_shift_scale(
+        data=codes.astype(kind), scale=_held(node, scales, dtype), offset=_held(node, offsets, dtype)
+    )
+
+
+def _affine_table(node: Node, weight: PackedWeight, narrow: bool) -> Var:
+    """2 bits a value, looked up in a table of floats, which holds an offset as well."""
+    assert weight.offsets is not None
+    entries = (np.arange(4) - weight.zero_point).astype(np.float32)
+    values = entries * weight.scales[..., None] + weight.offsets[..., None]
+    lut = _held(node, values, np.float16 if narrow or _is_exact(values) else np.float32)
+    return mb.constexpr_lut_to_dense(indices=weight.codes.astype(types.np_uint2_dtype), lut=lut[..., None])
+
+
+def _is_exact(values: np.ndarray) -> bool:
+    with np.errstate(over="ignore"):
+        return bool(np.array_equal(values.astype(np.float16).astype(np.float32), values))
+
+
+def _held(node: Node, values: np.ndarray, dtype: type[np.floating]) -> np.ndarray:
+    """The values in a dtype that must hold them. Raises CompileError."""
+    with np.errstate(over="ignore"):
+        held = values.astype(dtype)
+    lost = np.isinf(held) & np.isfinite(values)
+    if lost.any():
+        node.fail(
+            f"has a packed weight with the scale or offset {values[lost].flat[0]:g}, which float16 does not hold",
+            "compile with --dtype float32",
+        )
+    return held
+
+
+def _dequantize_at_run_time(node: Node) -> Var:
+    """Codes that are no constants: unpacked by dividing, since MIL shifts no bits."""
+    bits, group_size, zero_point = node.int("bits"), node.int("group_size"), node.int("zero_point")
+    codes, scales, offsets = (node.input(i) for i in range(3))
+    fields = [
+        mb.mod(x=mb.floor_div(x=codes, y=np.int32(1 << shift)), y=np.int32(1 << bits)) for shift in range(0, 8, bits)
+    ]
+    rows, width = (
+        int(codes.shape[0]) if isinstance(codes.shape[0], (int, np.integer)) else -1,
+        int(codes.shape[1]) * 8 // bits,
+    )
+    groups = mb.reshape(x=mb.stack(values=fields, axis=2), shape=[rows, width // group_size, group_size])
+    values = mb.cast(x=mb.sub(x=groups, y=np.int32(zero_point)), dtype="fp32")
+    weight = mb.mul(x=values, y=mb.expand_dims(x=cast(scales, "fp32"), axes=[2]))
+    if offsets.rank:
+        weight = mb.add(x=weight, y=mb.expand_dims(x=cast(offsets, "fp32"), axes=[2]))
+    return mb.reshape(x=weight, shape=[rows, width], name=node.name)
+
+
+@converter("MatMulNBits", domain="com.microsoft")
+def MatMulNBits(node: Node) -> Var:
+    width, rows, bits, block = node.int("K"), node.int("N"), node.int("bits", 4), node.int("block_size")
+    if bits not in (2, 4, 8) or width % block:
+        node.fail(
+            f"has codes of {bits} bits in blocks of {block} for {width} inputs; expected 2, 4 or 8 that fill them"
+        )
+    if node.optional(4) is not None:
+        node.fail("has groups in an order of their own (g_idx), which are not converted")
+    codes = unpack_codes(np.asarray(node.constant(1), np.uint8).reshape(rows, -1), bits)[:, :width]
+    scales = node.constant(2).astype(np.float32).reshape(rows, -1)
+    zero_points, offsets = _zero_points(node, scales, bits), None
+    if isinstance(zero_points, np.ndarray):
+        offsets, zero_points = -zero_points * scales, 0
+    weight = PackedWeight(codes, bits, zero_points, scales, offsets)
+    x, bias = node.input(0), node.optional(5)
+    y = packed_product(x, packed_weight(node, weight, dtype_of(x)), node.name)
+    return y if bias is None else mb.add(x=y, y=bias)
+
+
+def _zero_points(node: Node, scales: np.ndarray, bits: int) -> int | np.ndarray:
+    """One zero point for all groups, or one for each, float32 in the shape of the scales."""
+    if node.optional(3) is None:
+        return 1 << bits - 1
+    given = node.constant(3)
+    if given.dtype != np.uint8:
+        return given.astype(np.float32).reshape(scales.shape)
+    found = unpack_codes(given.reshape(scales.shape[0], -1), bits)[:, : scales.shape[1]]
+    return int(found.flat[0]) if (found == found.flat[0]).all() else found.astype(np.float32)

@@ -1,0 +1,82 @@
+"""Attention and rotary embeddings of the Core ML target, with onnxruntime as the judge."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from coreml_models import packaged
+from coreml_nodes import check_node, floats, one_node
+
+from intaglio.exporters.bundle import Dim
+
+RNG = np.random.default_rng()
+B, S, T, E = 2, 5, 7, 8
+
+
+def _qkv(heads: int = 4, kv_heads: int = 4, keys: int = T) -> list[np.ndarray]:
+    return [floats(B, heads, S, E), floats(B, kv_heads, keys, E), floats(B, kv_heads, keys, E)]
+
+
+def _visible(*shape: int) -> np.ndarray:
+    mask = RNG.random(shape) < 0.6
+    mask[..., 0] = True
+    return mask
+
+
+MASKS = {
+    "none": None,
+    "boolean": lambda: _visible(S, T),
+    "boolean of heads": lambda: _visible(B, 4, S, T),
+    "of batches": lambda: _visible(B, 1, S, T),
+    "additive": lambda: floats(B, 1, S, T),
+    "weight": lambda: (_visible(S, T),),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_masks_and_shared_heads(mask, kv_heads, scale):
+    given = MASKS[mask]() if MASKS[mask] else None
+    check_node("Attention", [*_qkv(4, kv_heads), given], 23, rtol=2e-5, **({} if scale is None else {"scale": scale}))
+
+
+def test_causal_attention():
+    check_node("Attention", _qkv(keys=S), 23, is_causal=1, rtol=2e-5)
+
+
+def test_soft_caps_are_made_by_hand():
+    check_node("Attention", _qkv(), 23, softcap=1.5, rtol=2e-5)
+
+
+def test_past_keys_and_values():
+    inputs = [*_qkv(4, 2, S), None, floats(B, 2, 3, E), floats(B, 2, 3, E)]
+    check_node("Attention", inputs, 23, outputs=3, rtol=2e-5)
+
+
+def test_heads_in_one_axis():
+    inputs = [floats(B, S, 4 * E), floats(B, T, 2 * E), floats(B, T, 2 * E)]
+    check_node("Attention", inputs, 23, q_num_heads=4, kv_num_heads=2, rtol=2e-5)
+
+
+def test_lengths_that_vary():
+    dims = {"b": Dim(min=1, max=4), "s": Dim(min=1, max=16)}
+    check_node("Attention", _qkv(4, 2), 23, vary=f"b,4,s,{E}", dims=dims, is_causal=0, rtol=2e-5)
+
+
+def test_attention_is_one_fused_op():
+    model, _ = one_node("Attention", [*_qkv(), _visible(S, T)], 23)
+    ops = [op.op_type for op in packaged(model).program.functions["main"].operations]
+    assert ops.count("scaled_dot_product_attention") == 1
+    assert "softmax" not in ops
+
+
+@pytest.mark.parametrize("interleaved", [0, 1])
+@pytest.mark.parametrize("turned", [0, 4])
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_rotary_embeddings(interleaved, turned, is_flat):
+    x = floats(B, S, 4 * E) if is_flat else floats(B, 4, S, E)
+    half = (turned or E) // 2
+    tables = [(floats(32, half),), (floats(32, half),), RNG.integers(0, 32, (B, S))]
+    more = {"num_heads": 4} if is_flat else {}
+    check_node("RotaryEmbedding", [x, *tables], 23, interleaved=interleaved, rotary_embedding_dim=turned, **more)
