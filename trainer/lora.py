@@ -64,7 +64,8 @@ def add_lora(model: nn.Module, settings: LoraSettings, name: str = "default") ->
     for path in names:
         layer = model.get_submodule(path)
         assert isinstance(layer, LoraLayer), f"{path} was adapted"
-        sides = [int(side) for side in (layer.out_features, layer.in_features) if side is not None]
+        base = layer.get_base_layer()
+        sides = [base.out_features, base.in_features] if isinstance(base, nn.Linear) else [settings.rank]
         if settings.rank > min(sides):
             raise ConfigError(
                 f"lora.rank is {settings.rank}, and the weight of {path} is {sides}; expected at most its "

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 import intaglio
 from intaglio.engines.engine import open_engine
 from intaglio.exporters.checkpoints import open_checkpoint
-from intaglio.kernels.grouped_quant import GroupedQuantRows
+from intaglio.kernels.grouped_quant import GroupedQuantRows, dequantize
 from intaglio.runtimes.parity import compare
 from intaglio.trainer.models.flux2 import conditioning
 from intaglio.trainer.tasks import flow_matching
@@ -60,16 +60,19 @@ def test_codes_and_scales_of_the_graph_are_those_of_the_files(
     found: dict[str, list[np.ndarray]] = {}
     for node in nodes:
         values = [value for value in node.inputs[1:] if value is not None and value.const_value is not None]
-        found[str(values[0].name).removesuffix(".codes")] = [value.const_value.numpy() for value in values]
-    assert found.keys() == {name.removeprefix("model.") for name in tensors}
+        found[str(values[0].name).removeprefix("model.").removesuffix(".codes")] = [
+            value.const_value.numpy() for value in values
+        ]
+    assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         stored = tensor.read()
         assert isinstance(stored, GroupedQuantRows)
-        codes, scales, *_ = found[name.removeprefix("model.")]
+        codes, scales, *_ = found[name]
         assert np.array_equal(codes, stored.codes), name
         assert np.array_equal(scales, stored.scales), name
-        layer = getattr(task, role).get_submodule(name.removesuffix(".weight"))
-        assert np.array_equal(layer.codes.numpy(), stored.codes), name
+        weight = getattr(task, role).get_submodule(name.removesuffix(".weight")).weight.numpy()
+        assert tensor.layout is not None
+        assert np.array_equal(dequantize(GroupedQuantRows(*found[name]), tensor.layout.format), weight), name
 
 
 def test_every_tap_of_the_transformer_is_torch_s(task: flow_matching.FlowMatchingTask, bundle: Path) -> None:
