@@ -65,11 +65,11 @@ def add_lora(model: nn.Module, settings: LoraSettings, name: str = "default") ->
         layer = model.get_submodule(path)
         assert isinstance(layer, LoraLayer), f"{path} was adapted"
         base = layer.get_base_layer()
-        sides = [base.out_features, base.in_features] if isinstance(base, nn.Linear) else [settings.rank]
-        if settings.rank > min(sides):
+        if isinstance(base, nn.Linear) and settings.rank > min(base.out_features, base.in_features):
             raise ConfigError(
-                f"lora.rank is {settings.rank}, and the weight of {path} is {sides}; expected at most its "
-                f"smaller side, {min(sides)}. Lower the rank, or leave the layer out of target_modules"
+                f"lora.rank is {settings.rank}, and the weight of {path} is {[base.out_features, base.in_features]}; "
+                f"expected at most its smaller side, {min(base.out_features, base.in_features)}. Lower the rank, or "
+                "leave the layer out of target_modules"
             )
     return names
 
