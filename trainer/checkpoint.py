@@ -28,7 +28,7 @@ from intaglio.output import replaced_folder
 from intaglio.trainer.loading import FrozenQuantizedLinear
 from intaglio.trainer.sharding import like, whole
 
-FORMAT = 1
+FORMAT = 2
 # Enough to tell two models apart, and little to read of a large one.
 _HASHED_VALUES = 4096
 _NAME = re.compile(r"step-(\d{8,})")

@@ -40,6 +40,7 @@ class RunLog:
             require_plots()
         self._step, self._measures, self._report = step, measures, report
         self._csv: CsvLog | None = None
+        self._is_drawn = True
         self._board = TensorBoardLog(folder / "tensorboard", step) if settings.tensorboard else None
 
     def write(self, row: Row) -> None:
@@ -49,6 +50,7 @@ class RunLog:
             columns = [*names, *(f"evaluation_{name}" for name in [*parts, *self._measures])]
             self._csv = CsvLog(self._path, columns, self._step)
         self._csv.write(row)
+        self._is_drawn = False
         if self._board is not None:
             self._board.write(row)
         if self._report is not None:
@@ -61,10 +63,11 @@ class RunLog:
 
     def plot(self) -> None:
         """Draws the loss. A picture that cannot be drawn is no reason to end a run, and is said."""
-        if self._csv is None or self._plot is None:
+        if self._is_drawn or self._plot is None:
             return
+        rows, self._is_drawn = read_log(self._path), True
         try:
-            plot_loss(read_log(self._path), self._plot)
+            plot_loss(rows, self._plot)
         except Exception as error:
             _log.warning("%s is not drawn (%s); the run goes on, and its log has all values", self._plot, error)
 

@@ -109,7 +109,7 @@ class Trainer:
         self._stale_evaluations = 0
         self._seconds = 0.0
         self._interval = _Interval()
-        # What asked to stop, in the order in which it did; a signal's handler does no more than add to it.
+        # What asked to stop, of which the last in _STOPS counts; a signal's handler does no more than add to it.
         self._asked: list[str | None] = [None]
         self._stop: str | None = None
         self._cancelled: CancelledError | None = None
@@ -485,10 +485,11 @@ class Trainer:
             checkpoints.set_random_state(tensors, state["random"][self.ranks.rank])
         self.step, self._seconds = state["step"], state["seconds"]
         self._interval = _Interval(*state["interval"])
-        # Where its folder was moved away, the next evaluation is the best.
-        kept = state["best"] and (self.checkpoints / "best").is_dir()
-        self._best = tuple(state["best"]) if kept else None
-        self._stale_evaluations = state["stale_evaluations"]
+        # Where its folder was moved away, or other ranks evaluate other examples, the next evaluation is the best.
+        comparable = state["world_size"] == self.ranks.world_size
+        if state["best"] and comparable and (self.checkpoints / "best").is_dir():
+            self._best = tuple(state["best"])
+        self._stale_evaluations = state["stale_evaluations"] if comparable else 0
 
     # Being asked to stop
 

@@ -64,11 +64,12 @@ def add_lora(model: nn.Module, settings: LoraSettings, name: str = "default") ->
     for path in names:
         layer = model.get_submodule(path)
         assert isinstance(layer, LoraLayer), f"{path} was adapted"
-        sides = [int(side) for side in (layer.out_features, layer.in_features) if side is not None]
-        if settings.rank > min(sides):
+        base = layer.get_base_layer()
+        if isinstance(base, nn.Linear) and settings.rank > min(base.out_features, base.in_features):
             raise ConfigError(
-                f"lora.rank is {settings.rank}, and the weight of {path} is {sides}; expected at most its "
-                f"smaller side, {min(sides)}. Lower the rank, or leave the layer out of target_modules"
+                f"lora.rank is {settings.rank}, and the weight of {path} is {[base.out_features, base.in_features]}; "
+                f"expected at most its smaller side, {min(base.out_features, base.in_features)}. Lower the rank, or "
+                "leave the layer out of target_modules"
             )
     return names
 

@@ -106,10 +106,10 @@ def parallelize(task: nn.Module, kind: ParallelKind, ranks: Ranks) -> nn.Module:
         if isinstance(module, _BatchNorm) and module.track_running_stats:
             _share_statistics(module)
     if kind == "ddp":
-        wrapped = DistributedDataParallel(task, device_ids=[ranks.device] if ranks.device.type == "cuda" else None)
-        # Buffers stay the same on all ranks, and those of packed weights are large. They are sent once, above.
-        wrapped.broadcast_buffers = False
-        return wrapped
+        # Every rank has built the same from the same files and seed, and buffers stay the same. Those of packed weights
+        # are large, and NCCL has no type for some.
+        devices = [ranks.device] if ranks.device.type == "cuda" else None
+        return DistributedDataParallel(task, device_ids=devices, broadcast_buffers=False, init_sync=False)
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     for block in dict.fromkeys(_blocks(task)):
         if any(parameter.requires_grad for parameter in block.parameters()):

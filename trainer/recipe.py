@@ -105,6 +105,7 @@ CHANGEABLE = (
     "train.accumulate",
     "data.batch_size",
     "train.device",
+    "train.compile",
     "train.log_every",
     "train.checkpoint_every",
     "train.keep",
@@ -178,9 +179,11 @@ def _messages(kind: Any, error: ValidationError, prefix: str) -> list[str]:
             case "value_error":
                 found[f"{key}: {context['error']}" if key else str(context["error"])] = []
             case "union_tag_not_found" | "union_tag_invalid":
-                key = prefix + ".".join([*place, context["discriminator"].strip("'")])
-                tags = context.get("expected_tags")
-                found[f"{key} is {context['tag']!r}" if tags else f"{key} is missing"] = [f"one of {tags}"] * bool(tags)
+                name = context["discriminator"].strip("'")
+                key = prefix + ".".join([*place, name])
+                tags = [tag for model in models for tag in get_args(model.model_fields[name].annotation)]
+                begin = f"{key} is {context['tag']!r}" if "tag" in context else f"{key} is missing"
+                found[begin] = [f"one of {', '.join(map(repr, tags))}"]
             case "too_short" if len(entry["input"]) >= context["min_length"]:
                 pass  # what it holds is wrong, and said
             case _:

@@ -128,7 +128,7 @@ def write_tokenizer(folder: Path, captions: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
-        "tokenizer_class": "Qwen2Tokenizer",
+        "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": PAD,
         "eos_token": END,
         "model_max_length": 4096,

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 import intaglio
 from intaglio.engines.engine import open_engine
 from intaglio.exporters.checkpoints import open_checkpoint
-from intaglio.kernels.grouped_quant import GroupedQuantRows
+from intaglio.kernels.grouped_quant import GroupedQuantFormat, GroupedQuantRows, dequantize
 from intaglio.runtimes.parity import compare
 from intaglio.trainer.models.flux2 import conditioning
 from intaglio.trainer.tasks import flow_matching
@@ -57,19 +57,21 @@ def test_codes_and_scales_of_the_graph_are_those_of_the_files(
     tensors = {name: t for name, t in open_checkpoint(DEMO / role).tensors.items() if t.layout is not None}
     assert len(tensors) == matrices
     nodes = [n for n in ir.load(bundle / f"{role}.onnx").graph if n.op_type == "GroupedQuantMatMul"]
-    found: dict[str, list[np.ndarray]] = {}
+    found: dict[str, tuple[GroupedQuantRows, GroupedQuantFormat]] = {}
     for node in nodes:
         values = [value for value in node.inputs[1:] if value is not None and value.const_value is not None]
-        found[str(values[0].name).removesuffix(".codes")] = [value.const_value.numpy() for value in values]
-    assert found.keys() == {name.removeprefix("model.") for name in tensors}
+        layout = GroupedQuantFormat(*(node.attributes[a].as_int() for a in ("bits", "group_size", "zero_point")))
+        name = str(values[0].name).removeprefix("model.").removesuffix(".codes")
+        found[name] = GroupedQuantRows(*(value.const_value.numpy() for value in values)), layout
+    assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
+        rows, layout = found[name]
         stored = tensor.read()
         assert isinstance(stored, GroupedQuantRows)
-        codes, scales, *_ = found[name.removeprefix("model.")]
-        assert np.array_equal(codes, stored.codes), name
-        assert np.array_equal(scales, stored.scales), name
-        layer = getattr(task, role).get_submodule(name.removesuffix(".weight"))
-        assert np.array_equal(layer.codes.numpy(), stored.codes), name
+        assert np.array_equal(rows.codes, stored.codes), name
+        assert np.array_equal(rows.scales, stored.scales), name
+        weight = getattr(task, role).get_submodule(name.removesuffix(".weight")).weight.numpy()
+        assert np.array_equal(dequantize(rows, layout), weight), name
 
 
 def test_every_tap_of_the_transformer_is_torch_s(task: flow_matching.FlowMatchingTask, bundle: Path) -> None:
@@ -87,21 +89,50 @@ def test_every_tap_of_the_transformer_is_torch_s(task: flow_matching.FlowMatchin
     check(found, run_oracle(task.transformer, inputs), TAP_BOUND)
 
 
-def test_text_encoder_and_autoencoder_are_torch_s(task: flow_matching.FlowMatchingTask, bundle: Path) -> None:
-    pipe, tokenizer = intaglio.load(bundle), AutoTokenizer.from_pretrained(DEMO / "tokenizer")
-    texts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": p}], tokenize=False, enable_thinking=False)
-        for p in PROMPTS
-    ]
+def test_every_tap_of_the_text_encoder_is_torch_s(task: flow_matching.FlowMatchingTask, bundle: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO / "tokenizer")
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False, enable_thinking=False) for chat in chats]
     length = task.settings.max_sequence_length
     tokens = tokenizer(texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+    feeds = {name: tokens[name] for name in ("input_ids", "attention_mask")}
+    states = task.text_encoder(**feeds, output_hidden_states=True).hidden_states
+    expected = {f"te_hidden_{i}": state.numpy() for i, state in enumerate(states)}
     layers = task.settings.text_encoder_out_layers
-    expected = conditioning(task.text_encoder, layers, tokens.input_ids, tokens.attention_mask).numpy()
-    assert compare("embeds", pipe.encode_prompt(PROMPTS), expected).relative_l2 <= TAP_BOUND
-    pixels = np.random.default_rng().integers(0, 256, (64, 64, 3), np.uint8)
+    expected["prompt_embeds"] = conditioning(task.text_encoder, layers, *feeds.values()).numpy()
+    found = open_engine(bundle).load("text_encoder").run({name: value.numpy() for name, value in feeds.items()})
+    check(found, expected, TAP_BOUND)
+    # The prompts are tokenized in the same way.
+    embeds = intaglio.load(bundle).encode_prompt(PROMPTS)
+    assert compare("prompt_embeds", embeds, expected["prompt_embeds"]).relative_l2 <= TAP_BOUND
+
+
+def test_every_tap_of_the_autoencoder_is_torch_s(task: flow_matching.FlowMatchingTask, bundle: Path) -> None:
+    generator, vae = np.random.default_rng(), task.vae
+    latents = torch.from_numpy(generator.standard_normal((2, 32, 8, 8), np.float32))
+    std = torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps)
+    seen = {"vae_bn_denorm": latents * std[:, None, None] + vae.bn.running_mean[:, None, None]}
+    seen["vae_unpatchified"] = Flux2KleinPipeline._unpatchify_latents(seen["vae_bn_denorm"])
+    modules = {
+        "vae_post_quant_conv": vae.post_quant_conv,
+        "vae_conv_in": vae.decoder.conv_in,
+        "vae_mid": vae.decoder.mid_block,
+        **{f"vae_up{i}": block for i, block in enumerate(vae.decoder.up_blocks)},
+        "vae_conv_norm_out": vae.decoder.conv_norm_out,
+    }
+    handles = [
+        module.register_forward_hook(lambda _module, _inputs, output, name=name: seen.update({name: output}))
+        for name, module in modules.items()
+    ]
+    seen["sample"] = vae.decode(seen["vae_unpatchified"]).sample
+    for handle in handles:
+        handle.remove()
+    found = open_engine(bundle).load("vae_decoder").run({"latents": latents.numpy()})
+    check(found, {name: value.numpy() for name, value in seen.items()}, TAP_BOUND)
+    pixels = generator.integers(0, 256, (64, 64, 3), np.uint8)
     batch = torch.from_numpy(pixels).permute(2, 0, 1)[None] / 127.5 - 1
-    latents = task._encoded(batch).numpy()
-    assert compare("latents", pipe.encode_image(pixels), latents).relative_l2 <= TAP_BOUND
+    encoded = intaglio.load(bundle).encode_image(pixels)
+    assert compare("latents", encoded, task._encoded(batch).numpy()).relative_l2 <= TAP_BOUND
 
 
 @pytest.mark.parametrize(("steps", "guidance"), [(4, 1.0), (20, 3.0)])

@@ -148,6 +148,7 @@ def test_bfloat16_learns_and_keeps_float32_weights(tmp_path: Path) -> None:
 
 def test_compiled_training_learns_the_same_and_still_names_what_is_not_finite(tmp_path: Path) -> None:
     torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
     trainers = [build(tmp_path / str(on), {"steps": 4, "compile": on}, dropout=0.0) for on in (False, True)]
     for trainer in trainers:
         trainer.run()
@@ -159,6 +160,18 @@ def test_compiled_training_learns_the_same_and_still_names_what_is_not_finite(tm
     broken.task.get_submodule("blocks.0.norm").register_forward_hook(lambda module, inputs, output: output / 0.0)
     with pytest.raises(TrainingError, match=r"the output of blocks\.0\.norm;"):
         broken.run()
+
+
+def test_what_sharded_training_has_not_is_refused(tmp_path: Path) -> None:
+    ranks, parallel = Ranks(world_size=2), {"kind": "fsdp"}
+    for train, optimizer, said in (
+        ({"compile": True}, {}, "leave train.compile out"),
+        ({"precision": "float16"}, {}, "does not scale losses for float16"),
+        ({}, {"kind": "shampoo"}, "Shampoo needs whole gradients"),
+    ):
+        settings = recipe({"steps": 2, **train}, parallel=parallel, optimizer=optimizer)
+        with pytest.raises(InputError, match=said):
+            Trainer(Regression(), ListSource(regression_examples(), 8), settings, tmp_path, ranks=ranks)
 
 
 def test_resume_names_what_may_not_differ(tmp_path: Path) -> None:
@@ -283,7 +296,7 @@ def test_a_plot_that_cannot_be_drawn_is_said_before_training_or_costs_only_itsel
     drawn: list[int] = []
     monkeypatch.setattr(logs, "plot_loss", plot)
     assert build(tmp_path / "a", train).run().step == 3
-    assert drawn == [2, 3, 3]  # after the checkpoint, and at the end
+    assert drawn == [2, 3]  # after the checkpoint
     assert (tmp_path / "a" / "model" / "model.pt").is_file()
     assert "loss.png is not drawn (no font); the run goes on" in caplog.text
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

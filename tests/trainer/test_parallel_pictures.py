@@ -64,7 +64,7 @@ def train(ranks: Ranks, folder: Path, batch_size: int, kind: str, name: str) -> 
     settings: dict[str, Any] = {
         "data": {"batch_size": batch_size},
         "evaluation_data": {"batch_size": batch_size},
-        # Without momentum in its division AdamW would make much of gradients that are nothing but rounding.
+        # With a small eps AdamW would make much of gradients that are nothing but rounding.
         "optimizer": {"lr": 0.003, "eps": 1e-4},
         "parallel": {"kind": kind},
     }

@@ -30,6 +30,7 @@ class AdaptedTask(Task):
         self.task = task.requires_grad_(False)
         self.unit = task.unit
         add_lora(self.adapted, settings)
+        task.freeze_unused()
 
     @property
     def adapted(self) -> nn.Module:

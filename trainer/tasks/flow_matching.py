@@ -93,8 +93,8 @@ class FlowMatchingTask(Task):
         self.transformer, self.text_encoder = transformer, text_encoder
         self.vae = vae.requires_grad_(False).eval()
         self.text_encoder.requires_grad_(settings.train_text_encoder)
-        freeze_unused(transformer, text_encoder, settings.text_encoder_out_layers)
         self.settings, self._tokenizer = settings, tokenizer
+        self.freeze_unused()
         self._latent_cache: dict[bytes, torch.Tensor] = {}
 
     def train(self, mode: bool = True) -> FlowMatchingTask:
@@ -104,6 +104,9 @@ class FlowMatchingTask(Task):
 
     def heavy_modules(self) -> list[nn.Module]:
         return [self.transformer, self.text_encoder]
+
+    def freeze_unused(self) -> None:
+        freeze_unused(self.transformer, self.text_encoder, self.settings.text_encoder_out_layers)
 
     def weight(self, batch: Batch) -> int:
         """The number of pictures. Raises ConfigError for sizes and captions that the models are not trained for."""
@@ -174,7 +177,7 @@ class FlowMatchingTask(Task):
             "_class_name": "Flux2KleinPipeline",
             "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
             "text_encoder": ["transformers", "Qwen3Model"],
-            "tokenizer": ["transformers", "Qwen2TokenizerFast"],
+            "tokenizer": ["transformers", _tokenizer_class(self._tokenizer)],
             "transformer": ["diffusers", "Flux2Transformer2DModel"],
             "vae": ["diffusers", "AutoencoderKLFlux2"],
             "is_distilled": False,
@@ -182,6 +185,13 @@ class FlowMatchingTask(Task):
             "text_encoder_out_layers": list(self.settings.text_encoder_out_layers),
         }
         (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _tokenizer_class(folder: Path) -> str:
+    """transformers' class for the tokenizer; Qwen's would put its own splitting in the place of tokenizer.json's."""
+    config = folder / "tokenizer_config.json"
+    named = json.loads(config.read_bytes()).get("tokenizer_class", "") if config.is_file() else ""
+    return "Qwen2TokenizerFast" if named.startswith("Qwen2Tokenizer") else "PreTrainedTokenizerFast"
 
 
 def _attention(device: torch.device, tokens: int) -> AbstractContextManager[None]:

@@ -54,6 +54,9 @@ class Task(nn.Module):
         """The modules that ``train.compile`` compiles: those that are called, and whose work is worth it."""
         raise NotImplementedError
 
+    def freeze_unused(self) -> None:
+        """Freezes parameters that the loss does not depend on; called again when adapters were added."""
+
     def measures(self, loss: float) -> dict[str, float]:
         """What an evaluation whose mean loss is ``loss`` says beside it, such as the perplexity."""
         return {}

@@ -126,7 +126,7 @@ def test_a_tokenizer_goes_to_workers_whole(tokenizer: Tokenizer) -> None:
         ({"batch_size": 0}, r"data\.batch_size is 0; expected a number of at least 1$"),
         ({"batch_size": "four"}, r"data\.batch_size is 'four'; expected a whole number$"),
         ({"files": []}, r"data\.files is \[\]; expected at least 1 of them$"),
-        ({"examples": {"length": 4}}, r"data\.examples\.kind is missing$"),
+        ({"examples": {"length": 4}}, r"data\.examples\.kind is missing; expected one of 'text', 'chat', "),
         ({"examples": 4}, r"data\.examples is 4; expected a table$"),
         (
             {"examples": {"kind": "text", "length": 4, "segment": 1}},

@@ -83,18 +83,23 @@ def test_a_bad_record_in_a_worker_names_its_place(build: Callable[..., Loader], 
     source.close()
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
-def test_no_worker_outlives_a_run(how: signal.Signals, corpora: Path, tmp_path: Path) -> None:
-    """SIGINT reaches the whole group, as from a terminal; the others the main process alone."""
-    script = tmp_path / "run.py"
-    script.write_text(_RUN)
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(corpora / "classes")],
+def _in_its_own_group(folder: Path, program: str, *arguments: Path) -> subprocess.Popen[str]:
+    """A process that runs ``program``, which signals to its group reach with its children, and this one not."""
+    script = folder / "run.py"
+    script.write_text(program)
+    return subprocess.Popen(
+        [sys.executable, str(script), *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
+def test_no_worker_outlives_a_run(how: signal.Signals, corpora: Path, tmp_path: Path) -> None:
+    """SIGINT reaches the whole group, as from a terminal; the others the main process alone."""
+    process = _in_its_own_group(tmp_path, _RUN, corpora / "classes")
     assert process.stdout is not None
     assert process.stderr is not None
     pids: list[int] = []
@@ -148,15 +153,7 @@ if __name__ == "__main__":
 
 def test_a_job_that_is_ended_as_a_whole_ends_with_a_checkpoint(corpora: Path, tmp_path: Path) -> None:
     """SIGTERM to all processes: the workers go on for the main process, which ends after its step."""
-    script = tmp_path / "run.py"
-    script.write_text(_TRAINING)
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(corpora / "classes"), str(tmp_path / "run")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = _in_its_own_group(tmp_path, _TRAINING, corpora / "classes", tmp_path / "run")
     assert process.stdout is not None
     assert process.stderr is not None
     line = process.stdout.readline()

@@ -61,6 +61,14 @@ def test_loss_equals_that_of_transformers(
         assert torch.linalg.norm(ours.grad - theirs.grad) <= 1e-4 * torch.linalg.norm(theirs.grad), name
 
 
+def test_what_train_compile_compiles_is_called() -> None:
+    task, called = tiny_task("llama"), []
+    for module in task.heavy_modules():
+        module.register_forward_hook(lambda module, _inputs, _output: called.append(module))
+    task(batch(), torch.Generator())
+    assert called == task.heavy_modules() == [task.model.model]
+
+
 def test_packed_documents_do_not_see_each_other() -> None:
     """Two documents in one window, told apart by their positions, have the loss that they have alone."""
     task = tiny_task("llama")

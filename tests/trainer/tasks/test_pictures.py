@@ -21,9 +21,11 @@ from intaglio.kernels.quantize import Quantization
 from intaglio.runtimes.flow_matching import scale_noise
 from intaglio.trainer.loading import FrozenQuantizedLinear
 from intaglio.trainer.loop import Trainer
+from intaglio.trainer.lora import LoraSettings
 from intaglio.trainer.models.flux2 import conditioning, image_ids, text_ids
 from intaglio.trainer.quantization import QuantizationRule, QuantizedLinear, quantize_linears
 from intaglio.trainer.tasks import autoencoder, flow_matching
+from intaglio.trainer.tasks.adapted import AdaptedTask
 
 
 def _batch(count: int, size: int = 32) -> dict[str, torch.Tensor]:
@@ -124,6 +126,28 @@ def test_data_that_the_painter_is_not_made_for_is_refused(tmp_path: Path) -> Non
         with pytest.raises(ConfigError, match=said):
             refusing.weight(_batch(2, 36))
         assert refusing.weight(_batch(2, 40)) == 2
+
+
+def test_what_train_compile_compiles_is_called(tmp_path: Path) -> None:
+    painter = _painter(tmp_path)
+    vae = autoencoder.build_task({"kind": "autoencoder"}, VAE, root=tmp_path, tokenizer=None)
+    adapted = AdaptedTask(_painter(tmp_path), LoraSettings(rank=2, alpha=2, target_modules=("to_q",)))
+    for task, modules in ((painter, 2), (vae, 2), (adapted, 2)):
+        called: set[torch.nn.Module] = set()
+        for module in task.heavy_modules():
+            module.register_forward_hook(lambda module, _inputs, _output, called=called: called.add(module))
+        task(_batch(2), torch.Generator())
+        assert called == set(task.heavy_modules())
+        assert len(called) == modules
+
+
+def test_adapters_of_what_nothing_uses_are_frozen(tmp_path: Path) -> None:
+    model = {**MODEL, "transformer": {**TRANSFORMER, "num_layers": 2, "num_single_layers": 0}}
+    task = AdaptedTask(_painter(tmp_path, model), LoraSettings(rank=2, alpha=2, target_modules="all-linear"))
+    task(_batch(2), torch.Generator()).total.backward()
+    trained = {name for name, parameter in task.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, parameter in task.named_parameters() if parameter.grad is not None}
+    assert trained and all(".lora_" in name for name in trained)
 
 
 def test_remembered_latents_are_those_of_the_autoencoder(tmp_path: Path) -> None:
