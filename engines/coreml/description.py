@@ -21,7 +21,7 @@ from intaglio.exporters.bundle import DtypeName
 if TYPE_CHECKING:
     from intaglio.engines.coreml.conversion import Converted, Port
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Literal[1] = 1
 # The function that runs where none is named.
 MAIN = "main"
 # What a package with a key-value cache calls the function of one token, and that of a chunk of them.
@@ -52,8 +52,10 @@ class TensorDescription(_Schema):
     shape: tuple[int | str, ...]
 
     def pack(self, array: np.ndarray) -> np.ndarray:
-        """A value of the graph as the package takes it. Raises InputError for integers beyond int32."""
+        """A value of the graph as the package takes it. Raises InputError for integers that do not fit."""
         array = np.atleast_1d(np.asarray(array))
+        if self.package_dtype == "int32" and array.dtype.kind == "f":
+            raise InputError(f"{self.name} is {array.dtype}, expected {self.dtype}")
         if self.package_dtype == "int32" and array.dtype.kind in "iu" and array.size:
             low, high = int(array.min()), int(array.max())
             if low < _INT32.min or high > _INT32.max:
