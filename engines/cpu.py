@@ -16,7 +16,7 @@ from intaglio.engines.onnxruntime_ import import_onnxruntime
 from intaglio.engines.report import StageReport, bits_per_weight
 from intaglio.engines.shapes import Interface
 from intaglio.errors import CompileError, InputError
-from intaglio.exporters.bundle import Bundle, StageInfo, TensorInfo
+from intaglio.exporters.bundle import Bundle, Dim, StageInfo, TensorInfo
 from intaglio.kernels.grouped_quant import DOMAIN
 
 if TYPE_CHECKING:
@@ -70,6 +70,11 @@ def check_options(options: Mapping[str, str], sets_of_sizes: int) -> dict[str, s
     if sets_of_sizes > 1:
         raise InputError("--shapes: the target cpu takes every size in a range; give it once, NAME=MIN:OPT:MAX")
     return {}
+
+
+def fit_dims(dims: Mapping[str, Dim], declared: Mapping[str, Dim]) -> dict[str, Dim]:
+    """As they are."""
+    return dict(dims)
 
 
 def digest(artifact: Path) -> str:

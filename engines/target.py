@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from intaglio.engines.onnx_file import OnnxFile
     from intaglio.engines.report import StageReport
     from intaglio.engines.shapes import Interface
-    from intaglio.exporters.bundle import Bundle, StageInfo
+    from intaglio.exporters.bundle import Bundle, Dim, StageInfo
 
 TARGETS = ("cpu", "coreml")
 
@@ -41,6 +41,9 @@ class Target(Protocol):
 
     def check_options(self, options: Mapping[str, str], sets_of_sizes: int) -> dict[str, str]:
         """The target's options with its defaults. Raises InputError for one that it does not have."""
+
+    def fit_dims(self, dims: Mapping[str, Dim], declared: Mapping[str, Dim]) -> dict[str, Dim]:
+        """Dims that a user chose among those that are ``declared``, narrowed to what the target holds."""
 
     def digest(self, artifact: Path) -> str:
         """A hash that tells whether a built stage is the one that was built. Raises OSError."""
