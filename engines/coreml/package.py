@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -13,6 +11,7 @@ from typing import Any
 
 from intaglio.engines.coreml.conversion import MAX_RANK, Converted, Port
 from intaglio.engines.coreml.coremltools_ import import_coremltools
+from intaglio.engines.coreml.manifest import MODEL, write_manifest
 from intaglio.errors import CompileError
 
 # The first narrows indices to 16 bits, and with them what a program says of its inputs. The second counts negative
@@ -118,25 +117,8 @@ def _settle(package: Path) -> None:
     """Takes out what differs from run to run: the day, and identifiers drawn at random, which become digests."""
     from coremltools.proto import Model_pb2
 
-    manifest = package / "Manifest.json"
-    said = json.loads(manifest.read_text())
-    entries = said["itemInfoEntries"]
-    file = package / "Data" / entries[said["rootModelIdentifier"]]["path"]
+    file = package / "Data" / MODEL
     model = Model_pb2.Model.FromString(file.read_bytes())
     model.description.metadata.userDefined.pop("com.github.apple.coremltools.conversion_date", None)
     file.write_bytes(model.SerializeToString(deterministic=True))
-    names = {old: _identifier(package / "Data" / entry["path"], entry["path"]) for old, entry in entries.items()}
-    said["itemInfoEntries"] = dict(sorted((names[old], entry) for old, entry in entries.items()))
-    said["rootModelIdentifier"] = names[said["rootModelIdentifier"]]
-    manifest.write_text(json.dumps(said, indent=4, sort_keys=True) + "\n")
-
-
-def _identifier(path: Path, name: str) -> str:
-    digest = hashlib.sha256(name.encode())
-    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if file.is_file():
-            with file.open("rb") as stream:
-                digest.update(hashlib.file_digest(stream, "sha256").digest())
-    # In the form of a UUID of version 8: made by rules of one's own.
-    text = digest.hexdigest().upper()
-    return f"{text[:8]}-{text[8:12]}-8{text[13:16]}-8{text[17:20]}-{text[20:32]}"
+    write_manifest(package)
