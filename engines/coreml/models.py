@@ -13,9 +13,12 @@ from typing import Any
 import numpy as np
 
 from intaglio.engines.coreml.coremltools_ import import_coremltools
-from intaglio.engines.coreml.description import PackageDescription
-from intaglio.engines.coreml.session import Model
+from intaglio.engines.coreml.description import PackageDescription, read_description
+from intaglio.engines.coreml.session import CoreMLSession, Model
+from intaglio.engines.cpu import runs_as
+from intaglio.engines.shapes import Interface
 from intaglio.errors import EngineError, InputError
+from intaglio.exporters.bundle import Dim, StageInfo
 
 # What may compute, as the command line spells it, and coremltools' names of it.
 COMPUTE_UNITS = {"all": "ALL", "cpu": "CPU_ONLY", "cpu+gpu": "CPU_AND_GPU", "cpu+ne": "CPU_AND_NE"}
@@ -31,6 +34,15 @@ def check_compute_units(compute_units: str) -> str:
     if compute_units not in COMPUTE_UNITS:
         raise InputError(f"the compute units {compute_units!r} are unknown; there are {', '.join(COMPUTE_UNITS)}")
     return compute_units
+
+
+def open_stage(
+    name: str, package: Path, stage: Interface, dims: Mapping[str, Dim], compute_units: str = "all"
+) -> CoreMLSession:
+    """A session of a built stage, or of a model that others wrote. Raises InputError, EngineError."""
+    description = read_description(package)
+    interface = runs_as(stage) if isinstance(stage, StageInfo) else stage
+    return CoreMLSession(name, interface, dims, description, model_opener(package, description, compute_units))
 
 
 def model_opener(package: Path, description: PackageDescription, compute_units: str = "all") -> Callable[[str], Model]:

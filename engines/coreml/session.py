@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from intaglio.engines.coreml.description import FunctionDescription, PackageDescription
+from intaglio.engines.coreml.description import PackageDescription
 from intaglio.engines.shapes import Interface, check_feeds
-from intaglio.errors import EngineError, InputError, IntaglioError
+from intaglio.errors import EngineError, IntaglioError
 from intaglio.exporters.bundle import Dim
 
 
