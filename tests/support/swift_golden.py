@@ -34,7 +34,12 @@ def golden() -> dict[str, Any]:
     sample = np.concatenate([2 * steps - 1, np.float32([-1, 1, -3, 3, 0, 0.999])]).reshape(1, 3, 2, 5)
     return {
         "sigmas": [
-            {"steps": n, "tokens": tokens, "shift": shift, "levels": _plain(flow_matching.sigmas(n, tokens, shift=shift))}
+            {
+                "steps": n,
+                "tokens": tokens,
+                "shift": shift,
+                "levels": _plain(flow_matching.sigmas(n, tokens, shift=shift)),
+            }
             for n, tokens, shift in schedules
         ],
         "normals": [
