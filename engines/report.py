@@ -16,8 +16,9 @@ class StageReport(BaseModel):
     on is ``instruction_set``: the best of the building machine, and another machine takes its own. ``peak_rss_bytes``
     is that of the building process. Of a Core ML package, ``deployment_target`` is the oldest system that it runs on,
     ``package_bytes`` its size, ``quantized_bits_per_weight`` those of the weights that are stored packed, tables and
-    scales included, and ``functions`` one for each set of sizes, whose operators are counted together. Of a model that others wrote, ``trial_sizes`` are those of the smallest run, and
-    ``notes`` say if there was none and why.
+    scales included, and ``functions`` one for each set of sizes, whose operators are counted together. Of a model that
+    others wrote, ``trial_sizes`` are those of the smallest run. ``notes`` say what else there is to know, such as why
+    there was no trial run.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
