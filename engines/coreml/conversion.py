@@ -21,6 +21,7 @@ from onnx_ir.passes.common import (
 from intaglio.engines.coreml.constants import to_mil
 from intaglio.engines.coreml.node import Node
 from intaglio.engines.coreml.registry import load_converters
+from intaglio.engines.lowering.fuse_dequantize import FuseDequantizePass
 from intaglio.errors import CompileError
 from intaglio.exporters.bundle import Dim
 
@@ -82,6 +83,7 @@ def _prepare(model: ir.Model, where: str, converters: Mapping[tuple[str, str], C
         InlinePass(criteria=lambda function: (function.domain, function.name) not in converters),
         RemoveInitializersFromInputsPass(),
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        FuseDequantizePass(),
         RemoveUnusedNodesPass(),
     )
     try:

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 from intaglio.errors import RuntimeMissingError
+
+# It looks for each of these when it is imported; torch alone takes seconds and 200 MB.
+_FRAMEWORKS = ("torch", "torchvision", "torchaudio", "torchao", "tensorflow", "sklearn", "xgboost", "transformers")
+
+
+@contextlib.contextmanager
+def without_frameworks() -> Iterator[None]:
+    """While coremltools is imported: it does not find frameworks that are not loaded yet, and converts none of them.
+
+    For a process that makes packages only.
+    """
+    hidden = [name for name in _FRAMEWORKS if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
 
 
 def import_coremltools() -> Any:
