@@ -39,6 +39,11 @@ class StageReport(BaseModel):
     notes: tuple[str, ...] = ()
 
 
+def bits_per_weight(weight_bytes: int, weight_count: int) -> float:
+    """As the report says it; 0 where there are no weights."""
+    return round(8 * weight_bytes / weight_count, 3) if weight_count else 0.0
+
+
 class Report(BaseModel):
     """``report.json`` of an engine."""
 

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 import intaglio
-from intaglio.engines.engine import engine_path, target_module
+from intaglio.engines.engine import engine_path
+from intaglio.engines.target import target_module
 from intaglio.errors import InputError
 from intaglio.exporters.bundle import read_bundle
 from intaglio.runtimes.noise import GENERATORS

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,25 +54,33 @@ def compile(  # noqa: A001 - the verb's name
     *,
     output: str | Path | None = None,
     accuracy: str = "exact",
-    shapes: str | None = None,
+    shapes: str | Sequence[str] | None = None,
+    dtype: str | None = None,
+    deployment_target: str | None = None,
+    weights: str | None = None,
     progress: ProgressCallback | None = None,
 ) -> Report:
     """Compiles a bundle (``engines.compile.compile_bundle``) or an ONNX file (``engines.compile_model.compile_model``).
 
+    ``dtype``, ``deployment_target`` and ``weights`` are options of the target ``coreml``: see its ``Options``.
     Raises InputError where ``output`` is given for a bundle, whose engines lie in it; else the errors of those two.
     """
     from intaglio.engines.model_engine import is_model
     from intaglio.errors import InputError
 
+    given = {"dtype": dtype, "deployment_target": deployment_target, "weights": weights}
+    options = {name: value for name, value in given.items() if value is not None}
     if is_model(Path(source)):
         from intaglio.engines.compile_model import compile_model
 
-        return compile_model(source, target, output=output, accuracy=accuracy, shapes=shapes, progress=progress)
+        return compile_model(
+            source, target, output=output, accuracy=accuracy, shapes=shapes, options=options, progress=progress
+        )
     from intaglio.engines.compile import compile_bundle
 
     if output is not None:
         raise InputError(f"{source}: an output folder is for ONNX files; the engines of a bundle lie in the bundle")
-    return compile_bundle(source, target, accuracy=accuracy, shapes=shapes, progress=progress)
+    return compile_bundle(source, target, accuracy=accuracy, shapes=shapes, options=options, progress=progress)
 
 
 def load(
