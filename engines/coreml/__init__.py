@@ -133,8 +133,8 @@ def check_runs(*, compute_units: str = "all") -> None:
     check_compute_units(compute_units)
     if not is_mac():
         raise EngineError(
-            "Core ML runs on macOS 15 or later, and this is another system; copy the bundle, with what was compiled, to "
-            "a Mac. `intaglio parity --target coreml` evaluates the packages here"
+            "Core ML runs on macOS 15 or later, and this is another system; copy the bundle, engines and all, to a "
+            "Mac. `intaglio parity --target coreml` evaluates the packages here"
         )
 
 

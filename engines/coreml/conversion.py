@@ -22,6 +22,7 @@ from intaglio.engines.coreml.constants import to_mil
 from intaglio.engines.coreml.deferred import large
 from intaglio.engines.coreml.node import Node
 from intaglio.engines.coreml.registry import UPDATE_STATE, load_converters
+from intaglio.engines.lowering.fuse_dequantize import FuseDequantizePass
 from intaglio.engines.lowering.fuse_gather import FuseGatherPass
 from intaglio.errors import CompileError
 from intaglio.exporters.bundle import Dim
@@ -99,6 +100,7 @@ def _prepare(model: ir.Model, where: str, converters: Mapping[tuple[str, str], C
         InlinePass(criteria=lambda function: (function.domain, function.name) not in converters),
         RemoveInitializersFromInputsPass(),
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        FuseDequantizePass(),
         RemoveUnusedNodesPass(),
     )
     try:
