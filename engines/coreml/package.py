@@ -16,8 +16,13 @@ from intaglio.engines.coreml.coremltools_ import import_coremltools
 from intaglio.errors import CompileError
 
 # The first narrows indices to 16 bits, and with them what a program says of its inputs. The second counts negative
-# indices from the end, which converters do where it is needed, and forgets the batch dims of gather_nd.
-_UNWANTED = ("common::add_int16_cast", "common::guard_negative_gather_indices")
+# indices from the end, which converters do where it is needed, and forgets the batch dims of gather_nd. The third makes
+# a scale and a bias a batch_norm, whose epsilon of 1e-5 it forgets, and cannot for float16.
+_UNWANTED = (
+    "common::add_int16_cast",
+    "common::guard_negative_gather_indices",
+    "common::fuse_elementwise_to_batchnorm",
+)
 _FLOAT16 = "common::add_fp16_cast"
 # Puts look-up tables after their scales: the order that is safe on devices of before iOS 26.
 _CANONICAL_TABLES = "common::canonicalize_quantized_lut_pattern"
