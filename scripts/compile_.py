@@ -25,10 +25,22 @@ def compile_(
         ),
     ] = "exact",
     shapes: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
-            metavar="NAME=VALUE|MIN:OPT:MAX,…", help="Override sizes of the dims table, which `inspect` shows."
+            metavar="NAME=VALUE|MIN:OPT:MAX,…",
+            help="Override sizes of the dims table, which `inspect` shows. coreml: repeatable, a function for each.",
         ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="coreml: float16 narrows a float32 bundle or model. Default: as the graph has it."),
+    ] = None,
+    deployment_target: Annotated[
+        str | None, typer.Option(help="coreml: the oldest system to run on, iOS18 (the default) or iOS26.")
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(help="coreml: how ternary weights are stored: lut (the default), lut-compact, lut-fp16 or int4."),
     ] = None,
     output: Annotated[
         Path | None,
@@ -39,7 +51,17 @@ def compile_(
 ) -> None:
     """Build the engine of a bundle or an ONNX file for one target. What was built before comes from the cache."""
     with progress_bar(quiet=quiet) as progress:
-        report = intaglio.compile(source, target, output=output, accuracy=accuracy, shapes=shapes, progress=progress)
+        report = intaglio.compile(
+            source,
+            target,
+            output=output,
+            accuracy=accuracy,
+            shapes=shapes,
+            dtype=dtype,
+            deployment_target=deployment_target,
+            weights=weights,
+            progress=progress,
+        )
     if as_json:
         print_json(report.model_dump())
     elif not quiet:
@@ -75,14 +97,19 @@ def print_report(report: Report) -> None:
     )
     sets = {stage.instruction_set for stage in report.stages.values()} - {""}
     kernels = f"; kernels for {', '.join(sorted(sets))}" if sets else ""
-    print_table(f"engine for {report.target} ({report.compiler}{kernels})", columns, rows)
+    oldest = {stage.deployment_target for stage in report.stages.values()} - {""}
+    systems = f"; for {', '.join(sorted(oldest))} and later" if oldest else ""
+    print_table(f"engine for {report.target} ({report.compiler}{kernels}{systems})", columns, rows)
     exact = [(name, *kind) for name, stage in report.stages.items() for kind in stage.exact_products.items()]
     if exact:
         print_table("\nexact for want of a fast kernel", ("stage", "weights", "products"), exact)
     trials = [
-        (name, ", ".join(f"{dim}={size}" for dim, size in stage.trial_sizes.items()), "; ".join(stage.notes))
+        (name, ", ".join(f"{dim}={size}" for dim, size in stage.trial_sizes.items()))
         for name, stage in report.stages.items()
-        if stage.trial_sizes or stage.notes
+        if stage.trial_sizes
     ]
     if trials:
-        print_table("\ntrial run", ("stage", "at", "notes"), trials)
+        print_table("\ntrial run", ("stage", "at"), trials)
+    notes = [(name, note) for name, stage in report.stages.items() for note in stage.notes]
+    if notes:
+        print_table("\nnotes", ("stage", "note"), notes)
