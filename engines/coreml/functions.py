@@ -80,15 +80,16 @@ def _add(merged: Any, name: str, package: Path, store: _Store) -> None:
     function = merged.mlProgram.functions[name]
     function.CopyFrom(model.mlProgram.functions[source])
     with _Blobs(package / "Data" / _WEIGHT_FILE) as blobs:
-        for block in function.block_specializations.values():
-            for value in _values(block):
-                if value.WhichOneof("value") == "blobFileValue":
-                    value.blobFileValue.offset = store.offset_of(blobs, value.blobFileValue.offset)
+        values = [value for block in function.block_specializations.values() for value in _values(block)]
+        placed = [value.blobFileValue for value in values if value.WhichOneof("value") == "blobFileValue"]
+        # In the order of the file: that of maps in protobuf differs from run to run.
+        for blob in sorted(placed, key=lambda blob: blob.offset):
+            blob.offset = store.offset_of(blobs, blob.offset)
 
 
 def _read(package: Path) -> Any:
     from coremltools.proto import Model_pb2
-    from google.protobuf.message import DecodeError
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
     try:
         model = Model_pb2.Model.FromString((package / "Data" / MODEL).read_bytes())
