@@ -31,6 +31,7 @@ class StageReport(BaseModel):
     fallbacks: dict[str, int]
     exact_products: dict[str, int] = {}
     instruction_set: str = ""
+    deployment_target: str = ""
     operators: dict[str, int]
     seconds: float
     peak_rss_bytes: int

@@ -97,14 +97,19 @@ def print_report(report: Report) -> None:
     )
     sets = {stage.instruction_set for stage in report.stages.values()} - {""}
     kernels = f"; kernels for {', '.join(sorted(sets))}" if sets else ""
-    print_table(f"engine for {report.target} ({report.compiler}{kernels})", columns, rows)
+    oldest = {stage.deployment_target for stage in report.stages.values()} - {""}
+    systems = f"; for {', '.join(sorted(oldest))} and later" if oldest else ""
+    print_table(f"engine for {report.target} ({report.compiler}{kernels}{systems})", columns, rows)
     exact = [(name, *kind) for name, stage in report.stages.items() for kind in stage.exact_products.items()]
     if exact:
         print_table("\nexact for want of a fast kernel", ("stage", "weights", "products"), exact)
     trials = [
-        (name, ", ".join(f"{dim}={size}" for dim, size in stage.trial_sizes.items()), "; ".join(stage.notes))
+        (name, ", ".join(f"{dim}={size}" for dim, size in stage.trial_sizes.items()))
         for name, stage in report.stages.items()
-        if stage.trial_sizes or stage.notes
+        if stage.trial_sizes
     ]
     if trials:
-        print_table("\ntrial run", ("stage", "at", "notes"), trials)
+        print_table("\ntrial run", ("stage", "at"), trials)
+    notes = [(name, note) for name, stage in report.stages.items() for note in stage.notes]
+    if notes:
+        print_table("\nnotes", ("stage", "note"), notes)
