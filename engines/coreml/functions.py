@@ -88,7 +88,7 @@ def _add(merged: Any, name: str, package: Path, store: _Store) -> None:
 
 def _read(package: Path) -> Any:
     from coremltools.proto import Model_pb2
-    from google.protobuf.message import DecodeError
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
     try:
         model = Model_pb2.Model.FromString((package / "Data" / MODEL).read_bytes())
