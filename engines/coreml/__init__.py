@@ -133,13 +133,13 @@ def check_runs(*, compute_units: str = "all") -> None:
     check_compute_units(compute_units)
     if not is_mac():
         raise EngineError(
-            "Core ML runs on macOS 15 or later, and this is another system; copy the bundle, with what was compiled, to "
-            "a Mac. `intaglio parity --target coreml` evaluates the packages here"
+            "Core ML runs on macOS 15 or later, and this is another system; copy the bundle, engines and all, to a "
+            "Mac. `intaglio parity --target coreml` evaluates the packages here"
         )
 
 
 def load_for_parity(name: str, artifact: Path, weights: Path, stage: Interface, identity: Identity) -> Any:
-    """On a Mac the stage as it runs there; elsewhere the evaluator, which reads what was written. Raises EngineError."""
+    """On a Mac the stage as it runs there; elsewhere the evaluator, which reads the package. Raises EngineError."""
     from intaglio.engines.coreml.models import open_stage
 
     return open_stage(name, artifact, stage, identity.shapes, "all")

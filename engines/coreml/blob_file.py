@@ -70,20 +70,15 @@ class BlobFile:
         data = np.ascontiguousarray(data)
         key = (code, count, hashlib.sha256(data.data).digest())
         if key not in self._offsets:
-            self._offsets[key] = self._append(
-                struct.pack("<IIQQQ", _SENTINEL, code, size, 0, size * 8 - count * bits), data
-            )
+            self._offsets[key] = self._append(code, size * 8 - count * bits, data)
             self._digest.update(repr(key).encode())
         return self._offsets[key]
 
-    def _append(self, record: bytes, data: np.ndarray) -> int:
-        start = self._align()
-        held = bytearray(record.ljust(_ALIGNMENT, b"\0"))
-        struct.pack_into("<Q", held, 16, start + _ALIGNMENT)
-        self._end += self._file.write(held)
+    def _append(self, code: int, padding: int, data: np.ndarray) -> int:
+        """Writes a record, padded to the alignment, and what it describes."""
+        self._end += self._file.write(bytes(-self._end % _ALIGNMENT))
+        start = self._end
+        record = struct.pack("<IIQQQ", _SENTINEL, code, data.size, start + _ALIGNMENT, padding)
+        self._end += self._file.write(record.ljust(_ALIGNMENT, b"\0"))
         self._end += self._file.write(data.data)
         return start
-
-    def _align(self) -> int:
-        self._end += self._file.write(bytes(-self._end % _ALIGNMENT))
-        return self._end

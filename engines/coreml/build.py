@@ -27,6 +27,7 @@ from intaglio.engines.coreml.options import Options
 from intaglio.engines.coreml.package import write_package
 from intaglio.engines.coreml.sizes import conversion_dims, function_name
 from intaglio.engines.coreml.states import convert_with_cache, has_cache
+from intaglio.engines.coreml.stats import weight_stats
 from intaglio.engines.graph_stats import activation_dtype, count_nodes
 from intaglio.engines.memory import peak_rss_bytes
 from intaglio.engines.model_build import check_model
@@ -46,8 +47,9 @@ class Build:
     graph: Path
     options: Options
     notes: list[str] = field(default_factory=list)
-    attentions: int = 0
     dtype: str = ""
+    functions: list[str] = field(default_factory=list)
+    attentions_of_graph: int = 0
 
     def write(self, artifact: Path, shapes: Mapping[str, Dim], variants: Sequence[Mapping[str, Dim]]) -> None:
         """Makes the package: of one function, or of one for each set of sizes. Raises CompileError."""
@@ -62,6 +64,7 @@ class Build:
                 next(iter(packages.values())).rename(artifact)
             else:
                 merge_functions(packages, artifact)
+        self.functions = list(packages)
         description = PackageDescription(default_function=next(iter(descriptions)), functions=descriptions)
         write_description(artifact, description)
 
@@ -113,7 +116,7 @@ class Build:
             model = ir.load(self.graph)
         except Exception as error:  # protobuf's and onnx_ir's own
             raise CompileError(f"{self.graph}: cannot be read as ONNX ({error})") from error
-        self.attentions = count_nodes(model, "Attention")
+        self.attentions_of_graph = count_nodes(model, "Attention")
         asked = activation_dtype(model)
         self.dtype = asked if asked != "bfloat16" else "float32 (widened from bfloat16)"
         if self.options.dtype == "float16" and asked == "float32":
@@ -149,16 +152,22 @@ def main() -> int:
         if request["is_foreign"]:
             check_model(graph)
         build.write(artifact, shapes, variants)
-        from intaglio.engines.coreml.stats import package_stats
-
-        stats = package_stats(artifact)
+        stats = weight_stats(artifact)
     except IntaglioError as error:
         sys.stderr.write(" ".join(str(error).split()) + "\n")
         return 2
     result = {
-        **stats.for_report(),
         "dtype": build.dtype,
-        "attention_total": build.attentions,
+        "weight_bytes": stats.weights.bytes,
+        "weight_count": stats.weights.count,
+        "attention_fused": stats.fused_attentions,
+        # In as many programs as there are functions.
+        "attention_total": build.attentions_of_graph * len(build.functions),
+        "fallbacks": {},
+        "operators": stats.ops,
+        "package_bytes": stats.bytes,
+        "quantized_bits_per_weight": round(stats.quantized.bits, 3),
+        "functions": build.functions,
         "deployment_target": build.options.deployment_target,
         "notes": build.notes,
         "peak_rss_bytes": peak_rss_bytes(),

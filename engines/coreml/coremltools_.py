@@ -11,9 +11,8 @@ from typing import Any
 
 from intaglio.errors import RuntimeMissingError
 
-# What it imports where it is installed, to convert models of these. None of them is used here, and with torch the
-# import takes five seconds and 300 MB.
-_FRONTENDS = ("executorch", "sklearn", "tensorflow", "torch", "transformers", "xgboost")
+# It looks for each of these when it is imported; torch alone takes seconds and 200 MB.
+_FRAMEWORKS = ("torch", "torchvision", "torchaudio", "torchao", "tensorflow", "sklearn", "xgboost", "transformers")
 
 
 def import_coremltools() -> Any:
@@ -21,7 +20,7 @@ def import_coremltools() -> Any:
     try:
         # It warns of every version that it was not tried with, and of the parts that only a Mac has.
         logging.getLogger("coremltools").setLevel(logging.ERROR)
-        with _without_frontends():
+        with _without_frameworks():
             return importlib.import_module("coremltools")
     except ImportError as error:
         raise RuntimeMissingError(
@@ -31,13 +30,12 @@ def import_coremltools() -> Any:
 
 
 @contextlib.contextmanager
-def _without_frontends() -> Iterator[None]:
-    """While it is imported: those that nobody has imported yet are as good as not installed."""
-    hidden = [name for name in _FRONTENDS if name not in sys.modules]
-    modules: dict[str, Any] = sys.modules
-    modules.update(dict.fromkeys(hidden))
+def _without_frameworks() -> Iterator[None]:
+    """While coremltools is imported: it does not find frameworks that are not loaded yet, and converts none of them."""
+    hidden = [name for name in _FRAMEWORKS if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
         yield
     finally:
         for name in hidden:
-            del modules[name]
+            del sys.modules[name]

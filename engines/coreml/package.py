@@ -22,6 +22,8 @@ _UNWANTED = (
     "common::add_int16_cast",
     # Counts negative indices from the end, which converters do where it is needed, and forgets gather_nd's batch dims.
     "common::guard_negative_gather_indices",
+    # Makes a scale and a bias a batch_norm, whose epsilon of 1e-5 it forgets, and cannot for float16.
+    "common::fuse_elementwise_to_batchnorm",
     # Takes the order of look-ups and scales that some version of iOS likes; converters make the one asked for.
     "common::canonicalize_quantized_lut_pattern",
     # Reads all weights, and takes small ones that are almost equal for one. The weight file stores equal ones once.
