@@ -53,7 +53,6 @@ def compile_bundle(
         for stage, identity in identities.items():
             reports[stage] = _build_stage(folder, described, stage, identity, module, partial)
             count.advance(1)
-        module.finish(partial, folder, described)
         artifacts = {stage: module.digest(partial / f"{stage}{module.SUFFIX}") for stage in identities}
         info = EngineInfo(target=target, identities=identities, artifacts=artifacts)
         report = Report(target=target, compiler=module.compiler(), stages=reports)

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from intaglio.engines.coreml.description import FunctionDescription, read_description
-from intaglio.engines.engine import Engine, open_engine
+from intaglio.engines.engine import Engine, open_engine, write_report
+from intaglio.engines.report import Report
 from intaglio.errors import BundleError, InputError
+from intaglio.exporters.bundle import read_bundle
 from intaglio.output import replaced_folder
 from intaglio.runtimes.picture_request import PictureModel, check_stages
 from intaglio.runtimes.tokenizer import Tokenizer
@@ -28,6 +30,25 @@ _TOKENIZERS = {"BPE": "PreTrainedTokenizer", "Unigram": "T5Tokenizer", "WordPiec
 _PROBES = ("a red apple", "  two  spaces\n", "", "{{ 1 }} <b>&amp;", "Ärger 苹果 🍎")
 # What the PictureModel takes where a model heeds guidance at all.
 _MOST_GUIDANCE = 1000.0
+
+
+def add_swift_package(bundle: str | Path, report: Report) -> Report:
+    """Writes the package for a bundle that has all it takes, and says in the report of the engine that it is there.
+
+    Raises what :func:`write_swift_package` raises where the bundle should have one; what the Swift code cannot do is
+    said in the report and is no error.
+    """
+    described = read_bundle(Path(bundle))
+    if described.kind != "text-to-image" or any(stage not in described.stages for stage in STAGES):
+        return report
+    try:
+        write_swift_package(bundle)
+        note = f"{FOLDER}/ is a Swift package that paints with these stages; it was not tried on this system"
+    except InputError as error:
+        note = f"there is no Swift package: {error}"
+    noted = report.model_copy(update={"notes": (*report.notes, note)})
+    write_report(bundle, noted)
+    return noted
 
 
 def write_swift_package(bundle: str | Path) -> Path:

@@ -9,7 +9,7 @@ import typer
 
 import intaglio
 from intaglio.engines.report import Report
-from intaglio.scripts.console import Json, Quiet, Target, human_bytes, print_json, print_table, progress_bar
+from intaglio.scripts.console import Json, Quiet, Target, human_bytes, print_json, print_table, progress_bar, write
 
 
 def compile_(
@@ -110,6 +110,8 @@ def print_report(report: Report) -> None:
     ]
     if trials:
         print_table("\ntrial run", ("stage", "at"), trials)
+    for note in report.notes:
+        write(f"\n{note}\n")
     notes = [(name, note) for name, stage in report.stages.items() for note in stage.notes]
     if notes:
         print_table("\nnotes", ("stage", "note"), notes)

@@ -37,7 +37,7 @@ from intaglio.exporters.bundle import Dim
 # Tokens of a prompt that are taken at once.
 CHUNK = 64
 
-Sizes = Mapping[str, int | Dim]
+Sizes = dict[str, int | Dim]
 
 
 @dataclass
@@ -65,8 +65,8 @@ class Build:
             else:
                 merge_functions(packages, artifact)
         self.functions = list(packages)
-        description = PackageDescription(default_function=next(iter(descriptions)), functions=descriptions)
-        write_description(artifact, description)
+        first = next(iter(descriptions))
+        write_description(artifact, PackageDescription(default_function=first, functions=descriptions))
 
     def _functions(
         self, shapes: Mapping[str, Dim], variants: Sequence[Mapping[str, Dim]]
