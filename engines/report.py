@@ -52,10 +52,11 @@ def bits_per_weight(weight_bytes: int, weight_count: int) -> float:
 
 
 class Report(BaseModel):
-    """``report.json`` of an engine."""
+    """``report.json`` of an engine; ``notes`` are on the whole of it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     target: str
     compiler: str
     stages: dict[str, StageReport]
+    notes: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from intaglio.engines.onnx_file import OnnxFile
     from intaglio.engines.report import StageReport
     from intaglio.engines.shapes import Interface
-    from intaglio.exporters.bundle import Bundle, Dim, StageInfo
+    from intaglio.exporters.bundle import Dim, StageInfo
 
 TARGETS = ("cpu", "coreml")
 
@@ -55,9 +55,6 @@ class Target(Protocol):
         self, graph: Path, artifact: Path, described: OnnxFile, identity: Identity, given: frozenset[str]
     ) -> StageReport:
         """Builds an ONNX file that others wrote; ``given`` are the dims that somebody bounded. Raises CompileError."""
-
-    def finish(self, folder: Path, bundle_folder: Path, bundle: Bundle) -> None:
-        """Writes what belongs to an engine beside its stages. Raises OutputError."""
 
     def load(self, name: str, artifact: Path, weights: Path, stage: Interface, identity: Identity, **how: Any) -> Any:
         """A session of a built stage; ``weights`` is the folder of the bundle. Raises EngineError."""

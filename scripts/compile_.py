@@ -111,5 +111,6 @@ def print_report(report: Report) -> None:
     if trials:
         print_table("\ntrial run", ("stage", "at"), trials)
     notes = [(name, note) for name, stage in report.stages.items() for note in stage.notes]
+    notes += [("all", note) for note in report.notes]
     if notes:
         print_table("\nnotes", ("stage", "note"), notes)

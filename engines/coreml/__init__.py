@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from intaglio.engines.identity import Identity
     from intaglio.engines.onnx_file import OnnxFile
     from intaglio.engines.shapes import Interface
-    from intaglio.exporters.bundle import Bundle, Dim, StageInfo
+    from intaglio.exporters.bundle import Dim, StageInfo
 
 ACCURACIES = ("exact",)
 # Operators of others are refused one by one, with the node's name.
@@ -110,10 +110,6 @@ def _build(graph: Path, artifact: Path, identity: Identity, *, is_foreign: bool)
         bits_per_weight=bits_per_weight(result["weight_bytes"], result["weight_count"]),
         seconds=round(time.monotonic() - started, 3),
     )
-
-
-def finish(folder: Path, bundle_folder: Path, bundle: Bundle) -> None:
-    """Writes the Swift package that paints with the stages. Raises OutputError."""
 
 
 def load(
