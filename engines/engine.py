@@ -14,7 +14,6 @@ from intaglio.engines.report import Report
 from intaglio.engines.target import target_module
 from intaglio.errors import EngineError
 from intaglio.exporters.bundle import Bundle, Dim, read_bundle
-from intaglio.output import replaced_file
 
 ENGINE_FILE, REPORT_FILE = "engine.json", "report.json"
 
@@ -130,12 +129,6 @@ def open_engine(bundle: str | Path, target: str = "cpu") -> Engine:
         if digest != info.artifacts.get(stage):
             raise EngineError(f"{path}: {artifact.name} is not what was built; build again with {again}")
     return Engine(path, folder, described, info)
-
-
-def write_report(bundle: str | Path, report: Report) -> None:
-    """Writes the report of an engine that is there. Raises OutputError."""
-    with replaced_file(engine_path(Path(bundle), report.target) / REPORT_FILE) as file:
-        file.write(report.model_dump_json(indent=1).encode() + b"\n")
 
 
 def read_report(bundle: str | Path, target: str) -> Report:

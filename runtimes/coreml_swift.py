@@ -8,17 +8,15 @@ from __future__ import annotations
 import importlib.resources
 import json
 import shutil
+from collections.abc import Mapping
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
 from intaglio.engines.coreml.description import FunctionDescription, read_description
-from intaglio.engines.engine import Engine, open_engine, write_report
-from intaglio.engines.report import Report
-from intaglio.errors import BundleError, InputError
-from intaglio.exporters.bundle import read_bundle
-from intaglio.output import replaced_folder
-from intaglio.runtimes.picture_request import PictureModel, check_stages
+from intaglio.errors import InputError
+from intaglio.exporters.bundle import Bundle, Dim
+from intaglio.runtimes.picture_request import PictureModel
 from intaglio.runtimes.tokenizer import Tokenizer
 
 FOLDER, SETTINGS_FILE = "swift", "picture.json"
@@ -32,65 +30,49 @@ _PROBES = ("a red apple", "  two  spaces\n", "", "{{ 1 }} <b>&amp;", "Ärger 苹
 _MOST_GUIDANCE = 1000.0
 
 
-def add_swift_package(bundle: str | Path, report: Report) -> Report:
-    """Writes the package for a bundle that has all it takes, and says in the report of the engine that it is there.
+def finish_coreml(folder: Path, bundle_path: Path, bundle: Bundle, dims: Mapping[str, Dim]) -> list[str]:
+    """Writes the Swift package of a picture bundle into ``folder``, where its stages were built for ``dims``.
 
-    Raises what :func:`write_swift_package` raises where the bundle should have one; what the Swift code cannot do is
-    said in the report and is no error.
+    Gives what the report is to say: why there is none, where the package cannot do what the bundle needs. Raises
+    BundleError for a damaged tokenizer, EngineError, OutputError.
     """
-    described = read_bundle(Path(bundle))
-    if described.kind != "text-to-image" or any(stage not in described.stages for stage in STAGES):
-        return report
+    if bundle.kind != "text-to-image":
+        return []
+    if missing := [stage for stage in STAGES if stage not in bundle.stages]:
+        return [f"no Swift package: the bundle lacks {', '.join(missing)}"]
     try:
-        write_swift_package(bundle)
-        note = f"{FOLDER}/ is a Swift package that paints with these stages; it was not tried on this system"
+        settings = picture_settings(folder, bundle_path, bundle, dims)
     except InputError as error:
-        note = f"there is no Swift package: {error}"
-    noted = report.model_copy(update={"notes": (*report.notes, note)})
-    write_report(bundle, noted)
-    return noted
+        return [f"no Swift package: {error}"]
+    package = folder / FOLDER
+    package.mkdir()
+    _copy(importlib.resources.files("intaglio.engines.coreml") / "swift", package)
+    (package / SETTINGS_FILE).write_text(json.dumps(settings, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    return []
 
 
-def write_swift_package(bundle: str | Path) -> Path:
-    """Writes the package of a picture bundle that was compiled for Core ML, and returns its folder.
-
-    Raises BundleError for a bundle of another kind or that lacks a stage, InputError where the package cannot do what
-    the bundle needs, EngineError where it is not compiled, OutputError.
-    """
-    engine = open_engine(bundle, "coreml")
-    settings = picture_settings(engine)
-    with replaced_folder(engine.path / FOLDER) as folder:
-        _copy(importlib.resources.files("intaglio.engines.coreml") / "swift", folder)
-        (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=1, ensure_ascii=False) + "\n", "utf-8")
-    return engine.path / FOLDER
-
-
-def picture_settings(engine: Engine) -> dict[str, Any]:
-    """What ``picture.json`` says of an engine; paths are relative to the package. Errors as above."""
-    model = PictureModel.of(engine.bundle, engine.bundle_path, engine.dims)
-    check_stages(engine.bundle, engine.bundle_path, STAGES)
-    info = engine.bundle.text_to_image
-    assert info is not None, "a bundle for text-to-image"
+def picture_settings(folder: Path, bundle_path: Path, bundle: Bundle, dims: Mapping[str, Dim]) -> dict[str, Any]:
+    """What ``picture.json`` says; paths are relative to the package. Raises InputError, BundleError, EngineError."""
+    model = PictureModel.of(bundle, bundle_path, dict(dims))
     height, width = model.default_size
     heeds = model.guidance_embeds or not model.is_distilled
     return {
         "version": _VERSION,
-        "stages": {stage: _stage(engine, stage) for stage in STAGES},
-        "prompt": _prompt(engine, model.text_length),
+        "stages": {stage: _stage(folder / f"{stage}.mlpackage") for stage in STAGES},
+        "prompt": _prompt(bundle_path, bundle, model.text_length),
         "latents": {"channels": model.channels, "pixels": model.factor},
         "sampling": {
             "steps": model.steps(None),
             "guidance": model.guidance(None),
             "most": _MOST_GUIDANCE if heeds else 1.0,
-            "shift": info.shift,
+            "shift": model.shift,
             "embedded": model.guidance_embeds,
         },
         "size": {"height": height, "width": width},
     }
 
 
-def _stage(engine: Engine, stage: str) -> dict[str, Any]:
-    package = engine.artifact(stage)
+def _stage(package: Path) -> dict[str, Any]:
     functions = read_description(package).functions
     several = len(functions) > 1
     return {
@@ -109,25 +91,25 @@ def _function(function: FunctionDescription, name: str | None) -> dict[str, Any]
     }
 
 
-def _prompt(engine: Engine, length: int) -> dict[str, Any]:
-    tokenizer = Tokenizer.of_bundle(engine.bundle_path, engine.bundle)
-    if tokenizer.pad_token_id is None:
-        raise BundleError(f"{engine.bundle_path}: its tokenizer has no token to pad with; export it again")
+def _prompt(bundle_path: Path, bundle: Bundle, length: int) -> dict[str, Any]:
+    if bundle.tokenizer is None or bundle.tokenizer.pad_token_id is None:
+        raise InputError("the bundle has no tokenizer with a token to pad with; export it again")
+    tokenizer = Tokenizer.of_bundle(bundle_path, bundle)
     model = json.loads((tokenizer.folder / "tokenizer.json").read_text("utf-8"))["model"]
-    if model["type"] not in _TOKENIZERS:
+    if model.get("type") not in _TOKENIZERS:
         raise InputError(
-            f"{engine.bundle_path}: its tokenizer is a {model['type']}; swift-transformers has {', '.join(_TOKENIZERS)}"
+            f"the tokenizer is a {model.get('type')} model, and swift-transformers has {', '.join(_TOKENIZERS)}"
         )
     before, after = text_around(tokenizer)
     text = _PROBES[0]
     return {
-        "tokenizer": f"../../../{tokenizer.folder.relative_to(engine.bundle_path).as_posix()}/tokenizer.json",
+        "tokenizer": f"../../../{bundle.tokenizer.folder}/tokenizer.json",
         "kind": _TOKENIZERS[model["type"]],
         "unknown": model.get("unk_token"),
         "before": before,
         "after": after,
         "length": length,
-        "pad": tokenizer.pad_token_id,
+        "pad": bundle.tokenizer.pad_token_id,
         "probe": {"text": text, "ids": tokenizer.encode(before + text + after, add_special_tokens=False)},
     }
 
@@ -143,8 +125,7 @@ def text_around(tokenizer: Tokenizer) -> tuple[str, str]:
     changed = [probe for probe in _PROBES if rendered(probe) != before + probe + after]
     if not found or mark in after or changed:
         raise InputError(
-            f"{tokenizer.folder}: its chat template does more than put text around a prompt"
-            f"{f' such as {changed[0]!r}' if changed else ''}, which the Swift package does not"
+            f"the chat template does more than put text around a prompt{f' such as {changed[0]!r}' if changed else ''}"
         )
     return before, after
 

@@ -113,5 +113,6 @@ def print_report(report: Report) -> None:
     for note in report.notes:
         write(f"\n{note}\n")
     notes = [(name, note) for name, stage in report.stages.items() for note in stage.notes]
+    notes += [("all", note) for note in report.notes]
     if notes:
         print_table("\nnotes", ("stage", "note"), notes)

@@ -80,12 +80,12 @@ def compile(  # noqa: A001 - the verb's name
 
     if output is not None:
         raise InputError(f"{source}: an output folder is for ONNX files; the engines of a bundle lie in the bundle")
-    report = compile_bundle(source, target, accuracy=accuracy, shapes=shapes, options=options, progress=progress)
+    finish = None
     if target == "coreml":
-        from intaglio.runtimes.coreml_swift import add_swift_package
-
-        report = add_swift_package(source, report)
-    return report
+        from intaglio.runtimes.coreml_swift import finish_coreml as finish
+    return compile_bundle(
+        source, target, accuracy=accuracy, shapes=shapes, options=options, finish=finish, progress=progress
+    )
 
 
 def load(
