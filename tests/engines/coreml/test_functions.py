@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import shutil
 from pathlib import Path
 
@@ -124,17 +125,33 @@ def test_weights_that_differ_are_kept_apart(packages: dict[str, Path], tmp_path:
     np.testing.assert_allclose(found[1] - found[0], HEIGHT, rtol=1e-4)
 
 
-def test_memory_holds_no_weight_whole(tmp_path: Path) -> None:
-    proto = model("g (float[rows,2048] x) => (float[rows,2048] y) { y = MatMul(x, w) }")
-    weight = np.random.default_rng().standard_normal((2048, 2048)).astype(np.float32)
-    proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+def test_memory_holds_one_weight_at_a_time(tmp_path: Path) -> None:
+    count, size = 6, 1024
+    proto = model(f"g (float[rows,{size}] x) => (float[rows,{size}] y) {{ y = Relu(x) }}")
+    del proto.graph.node[:]
+    names = ["x", *(f"h{i}" for i in range(1, count)), "y"]
+    for i, (before, after) in enumerate(itertools.pairwise(names)):
+        weight = np.random.default_rng(i).standard_normal((size, size)).astype(np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, f"w{i}"))
+        proto.graph.node.append(onnx.NodeProto(op_type="MatMul", input=[before, f"w{i}"], output=[after]))
     paths = {name: tmp_path / f"{name}.mlpackage" for name in SIZES}
     for name, path in paths.items():
         write_package(packaged(proto, {"rows": SIZES[name]}), path)
     with peak_memory() as peak:
         merge_functions(paths, tmp_path / "m.mlpackage")
-    assert peak.nbytes < weight.nbytes / 3
-    assert (tmp_path / "m.mlpackage" / WEIGHTS).stat().st_size < weight.nbytes * 1.01
+    one = 4 * size * size
+    assert peak.nbytes < 2.2 * one
+    assert count * one < (tmp_path / "m.mlpackage" / WEIGHTS).stat().st_size < count * one * 1.01
+
+
+def test_packages_without_weights(tmp_path: Path) -> None:
+    paths = {name: tmp_path / f"{name}.mlpackage" for name in SIZES}
+    for path in paths.values():
+        write_package(packaged(model("g (float[rows,3] x) => (float[rows,3] y) { y = Relu(x) }"), {"rows": 2}), path)
+    merge_functions(paths, tmp_path / "m.mlpackage")
+    assert not (tmp_path / "m.mlpackage" / WEIGHTS).parent.exists()
+    x = np.array([[1, -1, 2], [-3, 0, 4]], np.float32)
+    np.testing.assert_array_equal(Evaluator(tmp_path / "m.mlpackage").run({"x": x}, "long")["y"], np.maximum(x, 0))
 
 
 def test_the_function_for_given_sizes() -> None:

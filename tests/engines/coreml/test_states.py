@@ -23,8 +23,6 @@ from intaglio.engines.coreml.description import (
     CacheDescription,
     FunctionDescription,
     PackageDescription,
-    description_path,
-    read_description,
 )
 from intaglio.engines.coreml.evaluator import Evaluator
 from intaglio.engines.coreml.package import write_package
@@ -149,7 +147,7 @@ def test_packed_weights_are_stored_once(tmp_path: Path) -> None:
     assert one <= both <= 1.02 * one
 
 
-def test_the_description(decoder: tuple[Path, PackageDescription], tmp_path: Path) -> None:
+def test_the_description(decoder: tuple[Path, PackageDescription]) -> None:
     path, description = decoder
     function = description.functions["prefill"]
     assert [(t.name, t.package_dtype, t.shape) for t in function.inputs] == [
@@ -168,15 +166,8 @@ def test_the_description(decoder: tuple[Path, PackageDescription], tmp_path: Pat
     # One state serves all functions.
     assert {s.package_name for s in function.states} == set(StateDecoder(path, description).state)
     assert description.functions["decode"].states == function.states
-    file = description_path(tmp_path / "generate.mlpackage")
-    assert file == tmp_path / "generate.json"
-    description.write(file)
-    assert read_description(file) == description
-    file.write_text(file.read_text().replace('"decode"', '"other"', 1))
-    with pytest.raises(EngineError, match=r"generate.json is damaged.*'other' is not among \['decode', 'prefill'\]"):
-        read_description(file)
-    with pytest.raises(EngineError, match="cannot read"):
-        read_description(tmp_path / "none.json")
+    with pytest.raises(ValueError, match=r"default function 'other' is not among \['decode', 'prefill'\]"):
+        PackageDescription(default_function="other", functions=description.functions)
 
 
 def test_feeds_that_do_not_fit(decoder: tuple[Path, PackageDescription]) -> None:
