@@ -63,7 +63,7 @@ def read_program(path: str | Path) -> Program:
 
 def _protobuf() -> Any:
     try:
-        from coremltools.proto import Model_pb2  # type: ignore[import-untyped]
+        from coremltools.proto import Model_pb2
     except ImportError as error:
         raise RuntimeMissingError(
             f"coremltools cannot be imported ({error}). Install intaglio with its extra `coreml`: "
