@@ -3,65 +3,96 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from intaglio.engines.coreml.blob_file import BlobFile
 from intaglio.engines.coreml.conversion import MAX_RANK, Converted, Port
 from intaglio.engines.coreml.coremltools_ import import_coremltools
+from intaglio.engines.coreml.manifest import MODEL, WEIGHTS, write_manifest
 from intaglio.errors import CompileError
 
-# The first narrows indices to 16 bits, and with them what a program says of its inputs. The second counts negative
-# indices from the end, which converters do where it is needed, and forgets the batch dims of gather_nd. The third makes
-# a scale and a bias a batch_norm, whose epsilon of 1e-5 it forgets, and cannot for float16.
 _UNWANTED = (
+    # Precision follows the graph.
+    "common::add_fp16_cast",
+    # Narrows indices to 16 bits, and with them what a program says of its inputs.
     "common::add_int16_cast",
+    # Counts negative indices from the end, which converters do where it is needed, and forgets gather_nd's batch dims.
     "common::guard_negative_gather_indices",
+    # Makes a scale and a bias a batch_norm, whose epsilon of 1e-5 it forgets, and cannot for float16.
     "common::fuse_elementwise_to_batchnorm",
+    # Takes the order of look-ups and scales that some version of iOS likes; converters make the one asked for.
+    "common::canonicalize_quantized_lut_pattern",
+    # Reads all weights, and takes small ones that are almost equal for one. The weight file stores equal ones once.
+    "common::const_deduplication",
 )
-_FLOAT16 = "common::add_fp16_cast"
-# Puts look-up tables after their scales: the order that is safe on devices of before iOS 26.
-_CANONICAL_TABLES = "common::canonicalize_quantized_lut_pattern"
 
 
-def write_package(converted: Converted, path: Path, *, float16: bool = False, keep_table_order: bool = False) -> None:
+def write_package(converted: Converted, path: Path, *, deployment_target: str = "iOS18") -> None:
     """Runs coremltools' passes over the program and writes ``path``, a folder whose name ends in .mlpackage.
 
-    ``float16`` narrows the computation, ``keep_table_order`` keeps the smaller form of look-up tables. An existing
-    package is replaced. The program is used up. Raises CompileError.
+    Weights are written one by one, without holding more than one. An existing package is replaced. The program is used
+    up. Raises CompileError.
     """
     ct = import_coremltools()
-    unwanted = [*_UNWANTED, *([] if float16 else [_FLOAT16]), *([_CANONICAL_TABLES] if keep_table_order else [])]
-    pipeline = ct.PassPipeline.DEFAULT
-    pipeline.remove_passes(set(unwanted))
-    try:
-        with _without_progress_bars():
-            model = ct.convert(
-                converted.program,
-                source="milinternal",
-                convert_to="mlprogram",
-                inputs=_input_types(converted.inputs),
-                minimum_deployment_target=ct.target.iOS18,
-                compute_precision=ct.precision.FLOAT16 if float16 else ct.precision.FLOAT32,
-                pass_pipeline=pipeline,
-                skip_model_load=True,
-            )
-    except Exception as error:  # passes and serialization raise whatever comes
-        raise CompileError(
-            f"{path.name}: coremltools cannot finish the program: {type(error).__name__}: {error}"
-        ) from error
-    _check_ranks(model.get_spec(), path)
+    target = ct.target[deployment_target]
+    inputs = _input_types(converted.inputs)
     with tempfile.TemporaryDirectory(prefix=".mlpackage-", dir=path.parent) as folder:
         made = Path(folder) / path.name
-        model.save(str(made))
-        _settle(made)
+        try:
+            program = _optimized(converted.program, inputs, target)
+            _write(program, made, int(target))
+        except CompileError:
+            raise
+        except Exception as error:  # passes and serialization raise whatever comes
+            raise CompileError(
+                f"{path.name}: coremltools cannot finish the program: {type(error).__name__}: {error}"
+            ) from error
         if path.exists():
             shutil.rmtree(path)
         made.rename(path)
+
+
+def _optimized(program: Any, inputs: list[Any] | None, target: Any) -> Any:
+    """The program after coremltools' passes, those of its backend included."""
+    import coremltools as ct
+    from coremltools.converters.mil.mil.passes.pass_pipeline import PassPipelineManager
+
+    passes, backend = ct.PassPipeline.DEFAULT, ct.PassPipeline.get_pipeline("backend_mlprogram")
+    for pipeline in (passes, backend):
+        pipeline.remove_passes(set(_UNWANTED))
+    with _without_progress_bars():
+        program = ct.convert(
+            program,
+            source="milinternal",
+            convert_to="milinternal",
+            inputs=inputs,
+            minimum_deployment_target=target,
+            compute_precision=ct.precision.FLOAT32,
+            pass_pipeline=passes,
+        )
+        PassPipelineManager.apply_pipeline(program, backend)
+    return program
+
+
+def _write(program: Any, package: Path, specification_version: int) -> None:
+    import coremltools as ct
+
+    from intaglio.engines.coreml.serialization import serialize
+
+    weights = package / "Data" / WEIGHTS / "weight.bin"
+    weights.parent.mkdir(parents=True)
+    with BlobFile(weights) as blobs:
+        model = serialize(program, blobs, specification_version)
+    _check_ranks(model, package)
+    model.description.metadata.userDefined["com.github.apple.coremltools.version"] = ct.__version__
+    (package / "Data" / MODEL).write_bytes(model.SerializeToString(deterministic=True))
+    if not blobs.count:
+        shutil.rmtree(weights.parent)
+    write_manifest(package)
 
 
 @contextlib.contextmanager
@@ -117,31 +148,3 @@ def _check_ranks(spec: Any, path: Path) -> None:
                             f"{path.name}: {output.name} ({operation.type}) has {rank} dims, and Core ML's tensors end "
                             f"at {MAX_RANK}; fold some of its dims together, or compile for another target, such as cpu"
                         )
-
-
-def _settle(package: Path) -> None:
-    """Takes out what differs from run to run: the day, and identifiers drawn at random, which become digests."""
-    from coremltools.proto import Model_pb2
-
-    manifest = package / "Manifest.json"
-    said = json.loads(manifest.read_text())
-    entries = said["itemInfoEntries"]
-    file = package / "Data" / entries[said["rootModelIdentifier"]]["path"]
-    model = Model_pb2.Model.FromString(file.read_bytes())
-    model.description.metadata.userDefined.pop("com.github.apple.coremltools.conversion_date", None)
-    file.write_bytes(model.SerializeToString(deterministic=True))
-    names = {old: _identifier(package / "Data" / entry["path"], entry["path"]) for old, entry in entries.items()}
-    said["itemInfoEntries"] = dict(sorted((names[old], entry) for old, entry in entries.items()))
-    said["rootModelIdentifier"] = names[said["rootModelIdentifier"]]
-    manifest.write_text(json.dumps(said, indent=4, sort_keys=True) + "\n")
-
-
-def _identifier(path: Path, name: str) -> str:
-    digest = hashlib.sha256(name.encode())
-    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if file.is_file():
-            with file.open("rb") as stream:
-                digest.update(hashlib.file_digest(stream, "sha256").digest())
-    # In the form of a UUID of version 8: made by rules of one's own.
-    text = digest.hexdigest().upper()
-    return f"{text[:8]}-{text[8:12]}-8{text[13:16]}-8{text[17:20]}-{text[20:32]}"

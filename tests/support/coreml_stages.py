@@ -93,7 +93,7 @@ def evaluated_stage(
         path = Path(folder) / "stage.mlpackage"
         with packed_as(WeightForm(weights)):
             converted = convert(model, "stage.onnx", dims=sizes if dims is None else dims)
-        write_package(converted, path, keep_table_order=weights == "lut-compact")
+        write_package(converted, path)
         fed = {port.mil_name: np.atleast_1d(cast[port.name]) for port in converted.inputs}
         fed = {name: array.astype(np.int32) if array.dtype.kind in "biu" else array for name, array in fed.items()}
         found = Evaluator(path).run(fed)

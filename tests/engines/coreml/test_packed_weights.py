@@ -66,7 +66,7 @@ def _model(
 def _packaged(model: ir.Model, form: WeightForm, path: Path) -> Evaluator:
     with packed_as(form):
         converted = convert(model, "model.onnx")
-    write_package(converted, path, keep_table_order=form.order == "lut-compact")
+    write_package(converted, path)
     return Evaluator(path)
 
 
