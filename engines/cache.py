@@ -22,23 +22,21 @@ def cache_folder() -> Path:
     return Path(os.path.expanduser(override)) if override else platformdirs.user_cache_path("intaglio")
 
 
-def fetch(key: str, graph_path: Path) -> dict[str, Any] | None:
-    """Copies the built graph of ``key`` to ``graph_path`` and returns its report; None if it is not there.
-
-    A damaged entry counts as absent.
+def fetch(key: str, artifact: Path) -> dict[str, Any] | None:
+    """Puts what was built under ``key``, a file or a folder, at ``artifact`` and returns its report; None if it is not
+    there. A damaged entry counts as absent.
     """
     entry = cache_folder() / "engines" / key
     try:
-        if not (entry / "entry.json").is_file() or not (entry / "graph.onnx").is_file():
-            return None
+        held = entry / "artifact"
         meta = json.loads((entry / "entry.json").read_bytes())
-        data = (entry / "graph.onnx").read_bytes()
-        if hashlib.sha256(data).hexdigest() != meta["sha256"]:
+        if meta["sha256"] != _digest(held):
             return None
         report = dict(meta["report"])
+        _copy(held, artifact)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        _remove(artifact)
         return None
-    graph_path.write_bytes(data)
     return report
 
 
@@ -67,16 +65,15 @@ def _hash(report: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(report, sort_keys=True).encode()).hexdigest()
 
 
-def store(key: str, graph_path: Path, report: dict[str, Any]) -> None:
-    """Keeps a built graph. The cache only saves time, so one that cannot be written is left alone."""
+def store(key: str, artifact: Path, report: dict[str, Any]) -> None:
+    """Keeps what was built. The cache only saves time, so one that cannot be written is left alone."""
     entry = cache_folder() / "engines" / key
     temporary = None
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=".partial-", dir=entry.parent))
-        data = graph_path.read_bytes()
-        (temporary / "graph.onnx").write_bytes(data)
-        meta = {"sha256": hashlib.sha256(data).hexdigest(), "report": report}
+        _copy(artifact, temporary / "artifact")
+        meta = {"sha256": _digest(temporary / "artifact"), "report": report}
         (temporary / "entry.json").write_text(json.dumps(meta), "utf-8")
         shutil.rmtree(entry, ignore_errors=True)
         temporary.rename(entry)
@@ -84,3 +81,35 @@ def store(key: str, graph_path: Path, report: dict[str, Any]) -> None:
         _log.info("the cache cannot be written: %s", error)
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copies a file or a folder. Gigabytes are links where the system has them: the hash tells if one was changed."""
+    if not source.is_dir():
+        shutil.copyfile(source, target)
+        return
+
+    def link(file: str, into: str) -> None:
+        try:
+            os.link(file, into)
+        except OSError:  # another file system, or one without hard links
+            shutil.copyfile(file, into)
+
+    shutil.copytree(source, target, copy_function=link)
+
+
+def _digest(path: Path) -> str:
+    """Of a file's bytes, or of the names and bytes of all files in a folder."""
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as content:
+            digest.update(f"{file.relative_to(path)}\0".encode() + hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _remove(artifact: Path) -> None:
+    if artifact.is_dir():
+        shutil.rmtree(artifact, ignore_errors=True)
+    else:
+        artifact.unlink(missing_ok=True)

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import onnx_ir as ir
 from pydantic import ValidationError
 
 from intaglio.engines import cache
-from intaglio.engines.engine import ENGINE_FILE, REPORT_FILE, EngineInfo, engine_path, target_module
+from intaglio.engines.engine import ENGINE_FILE, REPORT_FILE, EngineInfo, engine_path
 from intaglio.engines.identity import Identity, stage_identity
 from intaglio.engines.report import Report, StageReport
-from intaglio.engines.shapes import override_dims
-from intaglio.errors import CompileError, InputError
-from intaglio.exporters.bundle import Bundle, read_bundle
+from intaglio.engines.target import Target, target_module
+from intaglio.engines.wanted import choose
+from intaglio.errors import CompileError
+from intaglio.exporters.bundle import Bundle, Dim, read_bundle
 from intaglio.output import replaced_folder
 from intaglio.progress import Progress, ProgressCallback
 
 _log = logging.getLogger(__name__)
+
+# Writes what belongs beside the stages: of an engine's folder, the bundle, and the sizes. Gives notes for the report.
+Finish = Callable[[Path, Path, Bundle, Mapping[str, Dim]], Sequence[str]]
 
 
 def compile_bundle(
@@ -28,46 +31,46 @@ def compile_bundle(
     target: str = "cpu",
     *,
     accuracy: str = "exact",
-    shapes: str | None = None,
+    shapes: str | Sequence[str] | None = None,
+    options: Mapping[str, str] | None = None,
+    finish: Finish | None = None,
     progress: ProgressCallback | None = None,
 ) -> Report:
     """Compiles every stage of the bundle at ``bundle`` into ``BUNDLE/engines/<target>/``, and returns the report.
 
     ``accuracy`` is ``exact`` (float32 activations and accumulation) or ``fast`` (activations rounded to 8 bits, one
     scale a row and group, in products with packed weights). ``shapes`` overrides the dims table (``NAME=VALUE`` or
-    ``NAME=MIN:OPT:MAX``, comma-separated). A stage built before from the same graph, weights, dims and compiler comes
-    from the cache, and none of its weights is read.
+    ``NAME=MIN:OPT:MAX``, comma-separated); several are sets of sizes of one engine, for targets that have those.
+    ``options`` are the target's own; ``finish`` is called when all stages are there. A stage built before from the same
+    graph, weights, dims and compiler comes from the cache, and none of its weights is read.
     Raises BundleError, InputError, CompileError, OutputError, RuntimeMissingError; a failed build leaves the old
     engine in place.
     """
     folder = Path(bundle)
     described = read_bundle(folder)
     module = target_module(target)
-    if accuracy not in module.ACCURACIES:
-        raise InputError(f"accuracy {accuracy!r}: {target} has {', '.join(module.ACCURACIES)}")
-    dims = override_dims(described.dims, shapes)
-    identities = {
-        stage: stage_identity(described, stage, target, module.compiler(), accuracy, dims) for stage in described.stages
-    }
+    wanted = choose(target, described.dims, accuracy, shapes, options or {})
+    identities = {stage: stage_identity(described, stage, wanted) for stage in described.stages}
     count = Progress(progress, f"compile for {target}", len(identities), "stages")
     reports = {}
     with replaced_folder(engine_path(folder, target)) as partial:
         for stage, identity in identities.items():
             reports[stage] = _build_stage(folder, described, stage, identity, module, partial)
             count.advance(1)
-        graphs = {stage: hashlib.sha256((partial / f"{stage}.onnx").read_bytes()).hexdigest() for stage in identities}
-        info = EngineInfo(target=target, identities=identities, graphs=graphs)
-        report = Report(target=target, compiler=module.compiler(), stages=reports)
+        notes = finish(partial, folder, described, wanted.shapes) if finish is not None else ()
+        artifacts = {stage: module.digest(partial / f"{stage}{module.SUFFIX}") for stage in identities}
+        info = EngineInfo(target=target, identities=identities, artifacts=artifacts)
+        report = Report(target=target, compiler=module.compiler(), stages=reports, notes=tuple(notes))
         (partial / ENGINE_FILE).write_text(info.model_dump_json(indent=1) + "\n", "utf-8")
         (partial / REPORT_FILE).write_text(report.model_dump_json(indent=1) + "\n", "utf-8")
     return report
 
 
 def _build_stage(
-    folder: Path, bundle: Bundle, stage: str, identity: Identity, module: Any, partial: Path
+    folder: Path, bundle: Bundle, stage: str, identity: Identity, module: Target, partial: Path
 ) -> StageReport:
-    graph = partial / f"{stage}.onnx"
-    cached = cache.fetch(identity.key(), graph)
+    artifact = partial / f"{stage}{module.SUFFIX}"
+    cached = cache.fetch(identity.key(), artifact)
     if cached is not None:
         try:
             report = StageReport.model_validate({**cached, "from_cache": True})
@@ -78,10 +81,8 @@ def _build_stage(
     _log.info("%s: building %s", stage, identity.key())
     source = folder / bundle.stages[stage].file
     _check_graph(source, bundle.stages[stage].sha256)
-    lowered = module.lower(ir.load(source), identity.accuracy)
-    graph.write_bytes(ir.serde.serialize_model(lowered).SerializeToString(deterministic=True))
-    report = module.build(graph, folder, bundle.stages[stage], identity.shapes, identity.accuracy)
-    cache.store(identity.key(), graph, report.model_dump(exclude={"from_cache"}))
+    report = module.build(source, artifact, bundle.stages[stage], identity)
+    cache.store(identity.key(), artifact, report.model_dump(exclude={"from_cache"}))
     return report
 
 

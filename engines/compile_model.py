@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import onnx
 from pydantic import ValidationError
 
 from intaglio.engines import cache
-from intaglio.engines.engine import ENGINE_FILE, REPORT_FILE, target_module
-from intaglio.engines.identity import make_identity
+from intaglio.engines.engine import ENGINE_FILE, REPORT_FILE
+from intaglio.engines.identity import Identity, make_identity
 from intaglio.engines.model_engine import (
     MODEL_FOLDER,
     FileRecord,
@@ -25,7 +25,8 @@ from intaglio.engines.model_engine import (
 )
 from intaglio.engines.onnx_file import OnnxFile, read_onnx
 from intaglio.engines.report import Report, StageReport
-from intaglio.engines.shapes import override_dims
+from intaglio.engines.target import target_module
+from intaglio.engines.wanted import choose
 from intaglio.errors import CompileError, InputError
 from intaglio.output import replaced_folder
 from intaglio.progress import Progress, ProgressCallback
@@ -40,14 +41,16 @@ def compile_model(
     *,
     output: str | Path | None = None,
     accuracy: str = "exact",
-    shapes: str | None = None,
+    shapes: str | Sequence[str] | None = None,
+    options: Mapping[str, str] | None = None,
     progress: ProgressCallback | None = None,
 ) -> Report:
     """Compiles the ONNX file ``model`` into ``model.engines/<target>/`` beside it, or ``output/<target>/``.
 
-    The engine is whole: it holds the file and its external data (as hard links where the system allows). ``shapes``
-    bounds dims (``NAME=VALUE`` or ``NAME=MIN:OPT:MAX``, comma-separated). A model built before, with the same dims
-    and compiler, is not built again. That the trial run was not possible is said in the report and is no error.
+    The engine is whole: of the target cpu it holds the file and its external data (as hard links where the system
+    allows). ``shapes`` bounds dims (``NAME=VALUE`` or ``NAME=MIN:OPT:MAX``, comma-separated); several are sets of
+    sizes, for targets that have those. ``options`` are the target's own. A model built before, with the same dims,
+    options and compiler, is not built again. That the trial run was not possible is said in the report and is no error.
     Raises CompileError, InputError, OutputError if nothing can be written, RuntimeMissingError. A failed build leaves
     the old engine in place.
     """
@@ -59,33 +62,29 @@ def compile_model(
     _check_versions(described)
     _check_domains(described, module.DOMAINS, module.compiler())
     _check_interface(described, module.INPUT_DTYPES)
-    dims = override_dims(described.dims, shapes)
+    wanted = choose(target, described.dims, accuracy, shapes, options or {})
     sources = {path.name: path, **_external_sources(described)}
     folder = (engines_folder(path) if output is None else Path(output)) / target
-    _check_place(folder, path)
+    artifact_name = path.name if module.KEEPS_MODEL else f"{path.stem}{module.SUFFIX}"
+    _check_place(folder, artifact_name)
     count = Progress(progress, f"compile for {target}", 1, "stages")
     with replaced_folder(folder) as partial:
-        hashes = _place(sources, partial / MODEL_FOLDER)
-        identity = make_identity(
-            target=target,
-            graph_sha256=hashes[path.name],
-            weights_sha256=_weights_hash(hashes, path.name),
-            dtype=_dtype(described),
-            accuracy=accuracy,
-            dims=dims,
-            compiler=module.compiler(),
-        )
+        inside = partial / MODEL_FOLDER
+        hashes = _place(sources, inside) if module.KEEPS_MODEL else _hashes(sources, inside)
+        identity = make_identity(hashes[path.name], _weights_hash(hashes, path.name), _dtype(described), wanted)
+        given = frozenset(name for name, dim in wanted.shapes.items() if dim != described.dims[name])
+        artifact = inside / artifact_name
+        built = _build(inside / path.name if module.KEEPS_MODEL else path, artifact, described, identity, given)
         info = ModelEngineInfo(
             target=target,
             source=os.path.relpath(path, folder),
-            shapes=shapes,
+            shapes=(shapes,) if isinstance(shapes, str) else tuple(shapes or ()),
             identity=identity,
             interface=ModelInterface(inputs=described.inputs, outputs=described.outputs),
+            artifact=artifact.name,
             source_files=_records(path.parent, hashes),
-            files=_records(partial / MODEL_FOLDER, hashes),
+            files=_records(inside, hashes if module.KEEPS_MODEL else _hashes_in(inside)),
         )
-        given = frozenset(name for name, dim in dims.items() if dim != described.dims[name])
-        built = _build(partial / MODEL_FOLDER / path.name, described, info, given, module)
         report = Report(target=target, compiler=module.compiler(), stages={path.stem: built})
         (partial / ENGINE_FILE).write_text(info.model_dump_json(indent=1) + "\n", "utf-8")
         (partial / REPORT_FILE).write_text(report.model_dump_json(indent=1) + "\n", "utf-8")
@@ -93,34 +92,20 @@ def compile_model(
     return report
 
 
-def _build(graph: Path, described: OnnxFile, info: ModelEngineInfo, given: frozenset[str], module: Any) -> StageReport:
-    key = info.identity.key()
-    cached = cache.fetch_report(key)
+def _build(graph: Path, artifact: Path, described: OnnxFile, identity: Identity, given: frozenset[str]) -> StageReport:
+    module, key = target_module(identity.target), identity.key()
+    cached = cache.fetch_report(key) if module.KEEPS_MODEL else cache.fetch(key, artifact)
     if cached is not None:
         try:
             return StageReport.model_validate({**cached, "from_cache": True})
         except ValidationError:
             pass  # an entry of another version: build
-    trial = module.build_model(graph, info.interface, info.identity.shapes, given)
-    weight_bytes = sum(weight.nbytes for weight in described.weights)
-    weight_count = sum(_count(weight.shape) for weight in described.weights)
-    attentions = described.operators.get("Attention", 0)
-    report = StageReport(
-        dtype=info.identity.dtype,
-        accuracy=info.identity.accuracy,
-        weight_bytes=weight_bytes,
-        weight_count=weight_count,
-        bits_per_weight=round(8 * weight_bytes / weight_count, 3) if weight_count else 0.0,
-        attention_fused=min(attentions, trial["operators"].get("Attention", 0)),
-        attention_total=attentions,
-        fallbacks={},
-        operators=trial["operators"],
-        seconds=trial["seconds"],
-        peak_rss_bytes=trial["peak_rss_bytes"],
-        trial_sizes=trial["sizes"],
-        notes=tuple(trial["notes"]),
-    )
-    cache.store_report(key, report.model_dump(exclude={"from_cache"}))
+    report = module.build_model(graph, artifact, described, identity, given)
+    content = report.model_dump(exclude={"from_cache"})
+    if module.KEEPS_MODEL:
+        cache.store_report(key, content)
+    else:
+        cache.store(key, artifact, content)
     return report
 
 
@@ -182,12 +167,12 @@ def _external_sources(described: OnnxFile) -> dict[str, Path]:
     return sources
 
 
-def _check_place(folder: Path, path: Path) -> None:
+def _check_place(folder: Path, artifact: str) -> None:
     if not folder.exists():
         return
     if not folder.is_dir() or (any(folder.iterdir()) and not is_model_engine(folder)):
         raise CompileError(f"{folder}: is there already and is no engine of an ONNX file; choose another folder (-o)")
-    if is_model_engine(folder) and not (folder / MODEL_FOLDER / path.name).is_file():
+    if is_model_engine(folder) and not (folder / MODEL_FOLDER / artifact).exists():
         raise CompileError(f"{folder}: holds the engine of another model; choose another folder (-o)")
 
 
@@ -199,13 +184,32 @@ def _place(sources: dict[str, Path], folder: Path) -> dict[str, str]:
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             if hashes and _link(source, target):
-                with target.open("rb") as file:
-                    hashes[name] = hashlib.file_digest(file, "sha256").hexdigest()
+                hashes[name] = _hash(target)
             else:
                 hashes[name] = _copy(source, target)
     except OSError as error:
         raise CompileError(f"{error.filename or folder}: cannot be copied ({error.strerror})") from error
     return hashes
+
+
+def _hashes(sources: dict[str, Path], folder: Path) -> dict[str, str]:
+    """The files' hashes, where they stay where they are; makes ``folder`` for what is built of them."""
+    folder.mkdir(parents=True)
+    return {name: _hash(source) for name, source in sources.items()}
+
+
+def _hashes_in(folder: Path) -> dict[str, str]:
+    """The hash of each file in a folder and below, by its path."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {file.relative_to(folder).as_posix(): _hash(file) for file in files}
+
+
+def _hash(file: Path) -> str:
+    try:
+        with file.open("rb") as content:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+    except OSError as error:
+        raise CompileError(f"{file}: cannot be read ({error.strerror})") from error
 
 
 def _link(source: Path, target: Path) -> bool:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import subprocess
-import sys
+import platform
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from intaglio.engines.child import REFUSED, how_it_ended, run_child
 from intaglio.engines.cpu_session import CpuSession
 from intaglio.engines.onnxruntime_ import import_onnxruntime
-from intaglio.engines.report import StageReport
+from intaglio.engines.report import StageReport, bits_per_weight
 from intaglio.engines.shapes import Interface
-from intaglio.errors import CompileError
+from intaglio.errors import CompileError, InputError
 from intaglio.exporters.bundle import Dim, StageInfo, TensorInfo
 from intaglio.kernels.grouped_quant import DOMAIN
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from intaglio.engines.model_engine import ModelInterface
+    from intaglio.engines.identity import Identity
+    from intaglio.engines.onnx_file import OnnxFile
 
 ACCURACIES = ("exact", "fast")
+SUFFIX = ".onnx"
+# The engine of an ONNX file is that file.
+KEEPS_MODEL = True
 # Whose operators it has, besides those of ONNX itself.
 DOMAINS = frozenset(
     {
@@ -42,8 +47,6 @@ DOMAINS = frozenset(
 INPUT_DTYPES = frozenset(
     {"bool", "float16", "float32", "float64"} | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 )
-# What a child process exits with when it has said why on stderr.
-_REFUSED = 2
 _KERNEL_OPS, _KERNEL_BITS = ("GroupedQuantMatMul",), (2, 4, 8)
 _DTYPE = "intaglio.dtype"  # in a lowered graph: what the report is to say
 
@@ -51,6 +54,32 @@ _DTYPE = "intaglio.dtype"  # in a lowered graph: what the report is to say
 def compiler() -> str:
     """Name and version of what builds."""
     return f"onnxruntime {import_onnxruntime().__version__}"
+
+
+def device() -> str:
+    """The machine's kind: what a built stage runs on."""
+    return f"{platform.system()} {platform.machine()}"
+
+
+def check_options(options: Mapping[str, str], sets_of_sizes: int) -> dict[str, str]:
+    """There are none. Raises InputError."""
+    if "dtype" in options:
+        raise InputError("--dtype: the target cpu computes in the bundle's dtype; export with --dtype instead")
+    if options:
+        raise InputError(f"--{next(iter(options)).replace('_', '-')}: is no option of the target cpu")
+    if sets_of_sizes > 1:
+        raise InputError("--shapes: the target cpu takes every size in a range; give it once, NAME=MIN:OPT:MAX")
+    return {}
+
+
+def fit_dims(dims: Mapping[str, Dim], declared: Mapping[str, Dim]) -> dict[str, Dim]:
+    """As they are."""
+    return dict(dims)
+
+
+def digest(artifact: Path) -> str:
+    """The hash of the lowered graph; the weights are the bundle's."""
+    return hashlib.sha256(artifact.read_bytes()).hexdigest()
 
 
 def lower(model: ir.Model, accuracy: str) -> ir.Model:
@@ -87,28 +116,30 @@ def lower(model: ir.Model, accuracy: str) -> ir.Model:
 
 
 def build_model(
-    graph: Path, interface: ModelInterface, dims: Mapping[str, Dim], given: frozenset[str]
-) -> dict[str, Any]:
+    graph: Path, artifact: Path, described: OnnxFile, identity: Identity, given: frozenset[str]
+) -> StageReport:
     """Checks an ONNX file that others wrote, loads it and runs it at the smallest sizes it takes, in a child process.
 
-    Gives ``operators`` and ``sizes`` of that run (empty if none was possible), ``notes``, ``seconds`` and
-    ``peak_rss_bytes``. ``given`` are the dims that somebody bounded. Raises CompileError with the child's own message.
+    It is built as it is: ``artifact`` is ``graph``. ``given`` are the dims that somebody bounded. Raises CompileError
+    with the child's own message.
     """
+    from intaglio.engines.model_engine import ModelInterface
+
     started = time.monotonic()
     request = {
         "graph": str(graph),
-        "interface": interface.model_dump(),
-        "dims": {name: dim.model_dump() for name, dim in dims.items()},
+        "interface": ModelInterface(inputs=described.inputs, outputs=described.outputs).model_dump(),
+        "dims": {name: dim.model_dump() for name, dim in identity.shapes.items()},
         "given": sorted(given),
     }
-    done = _run_child("model_build", request)
+    done = run_child("model_build", request)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     crashed_in_trial = done.returncode < 0 and bool(lines)
-    if done.returncode == _REFUSED and done.stderr.strip():
+    if done.returncode == REFUSED and done.stderr.strip():
         # The child's own message; the folder that the graph lies in is gone by the time it is read.
         raise CompileError(done.stderr.strip().splitlines()[-1].replace(str(graph), graph.name))
     if done.returncode and not crashed_in_trial:
-        raise CompileError(f"{graph.name}: onnxruntime {_how_it_ended(done)}")
+        raise CompileError(f"{graph.name}: onnxruntime {how_it_ended(done)}")
     result = {"operators": {}, "sizes": {}, "peak_rss_bytes": 0, **lines[-1]}
     notes = []
     if crashed_in_trial:
@@ -118,13 +149,22 @@ def build_model(
         notes.append(f"the trial run was not possible: {result['failed']}. Give sizes that fit with --shapes")
     elif result["not_finite"]:
         notes.append(f"fed with zeros, the outputs {', '.join(result['not_finite'])} are not finite")
-    return {
-        "operators": result["operators"],
-        "sizes": result["sizes"],
-        "notes": notes,
-        "seconds": round(time.monotonic() - started, 3),
-        "peak_rss_bytes": result["peak_rss_bytes"],
-    }
+    attentions = described.operators.get("Attention", 0)
+    return StageReport(
+        dtype=identity.dtype,
+        accuracy=identity.accuracy,
+        weight_bytes=described.weight_bytes,
+        weight_count=described.weight_count,
+        bits_per_weight=bits_per_weight(described.weight_bytes, described.weight_count),
+        attention_fused=min(attentions, result["operators"].get("Attention", 0)),
+        attention_total=attentions,
+        fallbacks={},
+        operators=result["operators"],
+        seconds=round(time.monotonic() - started, 3),
+        peak_rss_bytes=result["peak_rss_bytes"],
+        trial_sizes=result["sizes"],
+        notes=tuple(notes),
+    )
 
 
 def runs_as(stage: StageInfo) -> StageInfo:
@@ -140,10 +180,9 @@ def runs_as(stage: StageInfo) -> StageInfo:
     return stage.model_copy(update={"inputs": widened(stage.inputs), "outputs": widened(stage.outputs)})
 
 
-def build(graph: Path, weights_folder: Path, stage: StageInfo, dims: Mapping[str, Dim], accuracy: str) -> StageReport:
-    """Loads a lowered graph and runs it once at the smallest shapes, in a child process: a compiler can crash.
-
-    Raises CompileError with the child's own message.
+def build(graph: Path, artifact: Path, stage: StageInfo, identity: Identity) -> StageReport:
+    """Lowers the portable ``graph`` to ``artifact``, loads that and runs it once at the smallest shapes, in a child
+    process: a compiler can crash. Raises CompileError with the child's own message.
     """
     import onnx_ir as ir
 
@@ -156,30 +195,32 @@ def build(graph: Path, weights_folder: Path, stage: StageInfo, dims: Mapping[str
     )
 
     started = time.monotonic()
+    lowered = lower(ir.load(graph), identity.accuracy)
+    artifact.write_bytes(ir.serde.serialize_model(lowered).SerializeToString(deterministic=True))
     request = {
-        "graph": str(graph),
-        "weights_folder": str(weights_folder),
+        "graph": str(artifact),
+        "weights_folder": str(graph.parent),
         "stage": runs_as(stage).model_dump(),
-        "dims": {name: dim.model_dump() for name, dim in dims.items()},
+        "dims": {name: dim.model_dump() for name, dim in identity.shapes.items()},
     }
-    done = _run_child("cpu_build", request)
+    done = run_child("cpu_build", request)
     if done.returncode:
-        raise CompileError(f"{graph.stem}: onnxruntime {_how_it_ended(done)}")
+        raise CompileError(f"{artifact.stem}: onnxruntime {how_it_ended(done)}")
     result = json.loads(done.stdout.splitlines()[-1])
-    model = ir.load(graph)
+    model = ir.load(artifact)
     weight_bytes, weight_count = weight_size(model)
     operators = result["operators"]
     return StageReport(
         dtype=model.metadata_props[_DTYPE],
-        accuracy=accuracy,
+        accuracy=identity.accuracy,
         weight_bytes=weight_bytes,
         weight_count=weight_count,
-        bits_per_weight=round(8 * weight_bytes / weight_count, 3) if weight_count else 0.0,
+        bits_per_weight=bits_per_weight(weight_bytes, weight_count),
         widened_bytes=widened_bytes(model),
         attention_fused=operators.get("Attention", 0) + operators.get("FusedAttention", 0),
         attention_total=count_nodes(model, "Attention") + count_nodes(model, "FusedAttention", DOMAIN),
         fallbacks=count_fallbacks(model),
-        exact_products=count_exact_products(model) if accuracy == "fast" else {},
+        exact_products=count_exact_products(model) if identity.accuracy == "fast" else {},
         instruction_set=result["instruction_set"],
         operators=operators,
         seconds=round(time.monotonic() - started, 3),
@@ -187,27 +228,18 @@ def build(graph: Path, weights_folder: Path, stage: StageInfo, dims: Mapping[str
     )
 
 
-def _run_child(module: str, request: Mapping[str, Any]) -> subprocess.CompletedProcess[str]:
-    # -P: without it, modules in the working folder would stand in for the standard library's.
-    command = [sys.executable, "-P", "-m", f"intaglio.engines.{module}"]
-    return subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False)
-
-
-def _how_it_ended(done: subprocess.CompletedProcess[str]) -> str:
-    last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-    how = f"was ended by signal {-done.returncode}" if done.returncode < 0 else "failed"
-    return f"{how} while building: {last[0]}"
-
-
 def load(
-    name: str,
-    graph: Path,
-    weights_folder: Path,
-    stage: Interface,
-    dims: Mapping[str, Dim],
-    *,
-    threads: int = 0,
+    name: str, artifact: Path, weights: Path, stage: Interface, identity: Identity, *, threads: int = 0
 ) -> CpuSession:
     """Loads a built stage, or a model that others wrote; ``threads`` 0 takes one a core."""
     interface = runs_as(stage) if isinstance(stage, StageInfo) else stage
-    return CpuSession(name, graph, weights_folder, interface, dims, threads=threads)
+    return CpuSession(name, artifact, weights, interface, identity.shapes, threads=threads)
+
+
+def check_runs(*, threads: int = 0) -> None:
+    """It runs wherever it is built."""
+
+
+def load_for_parity(name: str, artifact: Path, weights: Path, stage: Interface, identity: Identity) -> CpuSession:
+    """The same: it runs where it was built."""
+    return load(name, artifact, weights, stage, identity)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,21 +11,21 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from intaglio.engines.identity import Identity, stage_identity
 from intaglio.engines.report import Report
-from intaglio.errors import EngineError, InputError
+from intaglio.engines.target import target_module
+from intaglio.errors import EngineError
 from intaglio.exporters.bundle import Bundle, Dim, read_bundle
 
-TARGETS = ("cpu",)
 ENGINE_FILE, REPORT_FILE = "engine.json", "report.json"
 
 
 class EngineInfo(BaseModel):
-    """``engine.json``: the identity of each stage, and the hash of its lowered graph."""
+    """``engine.json``: the identity of each stage, and the digest of what was built of it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     target: str
     identities: dict[str, Identity]
-    graphs: dict[str, str]
+    artifacts: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -49,22 +47,29 @@ class Engine:
         """``exact`` or ``fast``."""
         return next(iter(self.info.identities.values())).accuracy
 
-    def load(self, stage: str, *, threads: int = 0) -> Any:
-        """A session of ``stage`` with ``run(feeds) -> outputs``. Raises EngineError."""
+    def artifact(self, stage: str) -> Path:
+        """What was built of ``stage``: a file or a folder. Raises EngineError."""
         if stage not in self.bundle.stages:
             raise EngineError(
                 f"{self.bundle_path}: has no stage {stage!r}, only {', '.join(self.bundle.stages)}; "
                 "export again with --stages"
             )
-        target = target_module(self.info.target)
-        return target.load(
-            stage,
-            self.path / f"{stage}.onnx",
-            self.bundle_path,
-            self.bundle.stages[stage],
-            self.info.identities[stage].shapes,
-            threads=threads,
-        )
+        return self.path / f"{stage}{target_module(self.info.target).SUFFIX}"
+
+    def load(self, stage: str, **how: Any) -> Any:
+        """A session of ``stage`` with ``run(feeds) -> outputs``. Raises EngineError.
+
+        ``how`` are the target's own options: ``threads`` of cpu, ``compute_units`` of coreml.
+        """
+        target, artifact = target_module(self.info.target), self.artifact(stage)
+        identity = self.info.identities[stage]
+        return target.load(stage, artifact, self.bundle_path, self.bundle.stages[stage], identity, **how)
+
+    def load_for_parity(self, stage: str) -> Any:
+        """A session whose numbers are those of the engine, on this machine too. Raises EngineError."""
+        target, artifact = target_module(self.info.target), self.artifact(stage)
+        identity = self.info.identities[stage]
+        return target.load_for_parity(stage, artifact, self.bundle_path, self.bundle.stages[stage], identity)
 
 
 def engine_path(bundle: Path, target: str) -> Path:
@@ -84,8 +89,12 @@ def read_engine(bundle: str | Path, target: str = "cpu") -> EngineInfo:
         raise EngineError(f"{file}: is damaged or of another version; build again with {again}") from error
 
 
-def _again(bundle: Path, target: str) -> str:
-    return f"`intaglio compile {bundle} --target {target}`"
+def _again(bundle: Path, target: str, info: EngineInfo | None = None) -> str:
+    """The command that builds the engine; again with the options it has."""
+    identity = next(iter(info.identities.values()), None) if info is not None else None
+    options = identity.options if identity is not None else {}
+    given = "".join(f" --{name.replace('_', '-')} {value}" for name, value in options.items())
+    return f"`intaglio compile {bundle} --target {target}{given}`"
 
 
 def open_engine(bundle: str | Path, target: str = "cpu") -> Engine:
@@ -97,23 +106,28 @@ def open_engine(bundle: str | Path, target: str = "cpu") -> Engine:
     described = read_bundle(folder)
     module = target_module(target)
     info = read_engine(folder, target)
-    path, again = engine_path(folder, target), _again(folder, target)
+    path, again = engine_path(folder, target), _again(folder, target, info)
     if info.target != target or info.identities.keys() != described.stages.keys():
         raise EngineError(
             f"{path}: was built for {info.target} with the stages {', '.join(info.identities)}, but the bundle has "
             f"{', '.join(described.stages)}; build again with {again}"
         )
     for stage, built in info.identities.items():
-        now = stage_identity(described, stage, target, module.compiler(), built.accuracy, built.shapes)
+        now = stage_identity(described, stage, built.wanted)
         if built != now:
             raise EngineError(
                 f"{path}: {stage} was built from something else ({'; '.join(built.differences(now))}); "
                 f"build again with {again}"
             )
-        if not (path / f"{stage}.onnx").is_file():
-            raise EngineError(f"{path}: {stage}.onnx is missing; build again with {again}")
-        if hashlib.sha256((path / f"{stage}.onnx").read_bytes()).hexdigest() != info.graphs.get(stage):
-            raise EngineError(f"{path}: {stage}.onnx is not the graph that was built; build again with {again}")
+        artifact = path / f"{stage}{module.SUFFIX}"
+        if not artifact.exists():
+            raise EngineError(f"{path}: {artifact.name} is missing; build again with {again}")
+        try:
+            digest = module.digest(artifact)
+        except OSError as error:
+            raise EngineError(f"{artifact}: cannot be read ({error}); build again with {again}") from error
+        if digest != info.artifacts.get(stage):
+            raise EngineError(f"{path}: {artifact.name} is not what was built; build again with {again}")
     return Engine(path, folder, described, info)
 
 
@@ -126,10 +140,3 @@ def read_report(bundle: str | Path, target: str) -> Report:
         return Report.model_validate(json.loads(file.read_bytes()))
     except (OSError, ValueError, RecursionError) as error:
         raise EngineError(f"{file}: cannot be read ({error})") from error
-
-
-def target_module(name: str) -> Any:
-    """The module of a target, with its ``lower``, ``build`` and ``load``. Raises InputError."""
-    if name not in TARGETS:
-        raise InputError(f"the target {name!r} is unknown; there is {', '.join(TARGETS)}")
-    return importlib.import_module(f"intaglio.engines.{name}")

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import platform
 from functools import cache
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from intaglio.engines.target import target_module
+from intaglio.engines.wanted import Wanted
 from intaglio.exporters.bundle import Bundle, Dim
 
 
 class Identity(BaseModel):
-    """Everything that decides what a built stage looks like."""
+    """Everything that decides what a built stage looks like.
+
+    ``shapes`` are the dims and their bounds; where an engine was built for several sets of them, those are the
+    ``variants``, and ``shapes`` holds them all. ``options`` are those of the target.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -23,9 +28,16 @@ class Identity(BaseModel):
     dtype: str
     accuracy: str
     shapes: dict[str, Dim]
+    variants: tuple[dict[str, Dim], ...] = ()
+    options: dict[str, str] = {}
     compiler: str
     lowering_sha256: str
     device: str
+
+    @property
+    def wanted(self) -> Wanted:
+        """The part that a user chose."""
+        return Wanted(self.target, self.accuracy, self.shapes, self.variants, self.options)
 
     def key(self) -> str:
         """The identity as one hash."""
@@ -40,42 +52,26 @@ class Identity(BaseModel):
         ]
 
 
-def stage_identity(
-    bundle: Bundle, stage: str, target: str, compiler: str, accuracy: str, dims: dict[str, Dim]
-) -> Identity:
+def stage_identity(bundle: Bundle, stage: str, wanted: Wanted) -> Identity:
     """The identity that ``stage`` of ``bundle`` has on this machine. No weight is read: hashes are the bundle's."""
-    return make_identity(
-        target=target,
-        graph_sha256=bundle.stages[stage].sha256,
-        weights_sha256=bundle.weights.sha256,
-        dtype=bundle.dtype,
-        accuracy=accuracy,
-        dims=dims,
-        compiler=compiler,
-    )
+    return make_identity(bundle.stages[stage].sha256, bundle.weights.sha256, bundle.dtype, wanted)
 
 
-def make_identity(
-    *,
-    target: str,
-    graph_sha256: str,
-    weights_sha256: str,
-    dtype: str,
-    accuracy: str,
-    dims: dict[str, Dim],
-    compiler: str,
-) -> Identity:
+def make_identity(graph_sha256: str, weights_sha256: str, dtype: str, wanted: Wanted) -> Identity:
     """An identity on this machine and with these lowering passes."""
+    target = target_module(wanted.target)
     return Identity(
-        target=target,
+        target=wanted.target,
         graph_sha256=graph_sha256,
         weights_sha256=weights_sha256,
         dtype=dtype,
-        accuracy=accuracy,
-        shapes=dims,
-        compiler=compiler,
-        lowering_sha256=_lowering_hash(target),
-        device=f"{platform.system()} {platform.machine()}",
+        accuracy=wanted.accuracy,
+        shapes=wanted.shapes,
+        variants=wanted.variants,
+        options=wanted.options,
+        compiler=target.compiler(),
+        lowering_sha256=_lowering_hash(wanted.target),
+        device=target.device(),
     )
 
 
@@ -83,8 +79,12 @@ def make_identity(
 def _lowering_hash(target: str) -> str:
     # A change of the target or its passes changes engines without changing any version.
     folder, digest = Path(__file__).parent, hashlib.sha256()
-    for file in [folder / f"{target}.py", *sorted((folder / "lowering").glob("*.py"))]:
-        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    own = folder / target
+    # What evaluates a package has no part in building it.
+    parts = [file for file in own.rglob("*.py") if "evaluator" not in file.relative_to(own).parts]
+    files = [folder / f"{target}.py", *parts, *(folder / "lowering").glob("*.py")]
+    for file in sorted(file for file in files if file.is_file()):
+        digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 
 

@@ -2,7 +2,7 @@
 
 model.engines/<target>/engine.json     what it was built from
                        report.json     what the build did
-                       model/          the file and its external data, byte for byte
+                       model/          the file and its external data, byte for byte, or what was built of them
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from intaglio.engines.engine import ENGINE_FILE, REPORT_FILE, target_module
+from intaglio.engines.engine import ENGINE_FILE, REPORT_FILE
 from intaglio.engines.identity import Identity, make_identity
 from intaglio.engines.report import Report
+from intaglio.engines.target import target_module
 from intaglio.errors import EngineError
 from intaglio.exporters.bundle import Dim
 
@@ -58,15 +59,17 @@ class FileRecord(_Schema):
 class ModelEngineInfo(_Schema):
     """``engine.json``. ``source`` is the model's path as seen from the engine's folder; ``shapes`` is ``--shapes``.
 
-    ``source_files`` lie beside the source, ``files`` in the engine's ``model/``; the graph comes first in both.
+    ``source_files`` lie beside the source, the graph first; ``files`` in the engine's ``model/``, where ``artifact`` is
+    what runs.
     """
 
     kind: Literal["onnx"] = "onnx"
     target: str
     source: str
-    shapes: str | None
+    shapes: tuple[str, ...]
     identity: Identity
     interface: ModelInterface
+    artifact: str
     source_files: tuple[FileRecord, ...]
     files: tuple[FileRecord, ...]
 
@@ -74,16 +77,11 @@ class ModelEngineInfo(_Schema):
 class OnnxModel:
     """A loaded model: ``run`` takes and gives NumPy arrays by name."""
 
-    def __init__(self, path: Path, info: ModelEngineInfo, *, threads: int = 0) -> None:
+    def __init__(self, path: Path, info: ModelEngineInfo, **how: Any) -> None:
         self.path, self.info = path, info
         folder = path / MODEL_FOLDER
         self._session = target_module(info.target).load(
-            Path(info.source).stem,
-            folder / info.files[0].name,
-            folder,
-            info.interface,
-            info.identity.shapes,
-            threads=threads,
+            Path(info.source).stem, folder / info.artifact, folder, info.interface, info.identity, **how
         )
 
     @property
@@ -131,13 +129,13 @@ def is_model_engine(path: Path) -> bool:
     return (path / ENGINE_FILE).is_file() and (path / MODEL_FOLDER).is_dir()
 
 
-def load_model(path: Path, target: str = "cpu", *, threads: int = 0) -> OnnxModel:
-    """Loads the engine of the ONNX file ``path``, or the engine in the folder ``path``.
+def load_model(path: Path, target: str = "cpu", **how: Any) -> OnnxModel:
+    """Loads the engine of the ONNX file ``path``, or the engine in the folder ``path``; ``how`` is of the target.
 
     Its identity is compared with the model (if it is still there) and this machine first. Raises EngineError that
     says what differs and names the command that rebuilds it, InputError, RuntimeMissingError.
     """
-    module = target_module(target)
+    target_module(target)
     folder = find_model_engine(path, target) or path
     if is_model(path) and not path.is_file():
         raise EngineError(f"{path}: no such file; expected an ONNX file")
@@ -148,15 +146,7 @@ def load_model(path: Path, target: str = "cpu", *, threads: int = 0) -> OnnxMode
     if info.target != target:
         raise EngineError(f"{folder}: was built for {info.target}, not for {target}; build with {again}")
     identity = info.identity
-    now = make_identity(
-        target=target,
-        graph_sha256=identity.graph_sha256,
-        weights_sha256=identity.weights_sha256,
-        dtype=identity.dtype,
-        accuracy=identity.accuracy,
-        dims=identity.shapes,
-        compiler=module.compiler(),
-    )
+    now = make_identity(identity.graph_sha256, identity.weights_sha256, identity.dtype, identity.wanted)
     if identity != now:
         differences = "; ".join(identity.differences(now))
         raise EngineError(f"{folder}: was built from something else ({differences}); build again with {again}")
@@ -165,7 +155,7 @@ def load_model(path: Path, target: str = "cpu", *, threads: int = 0) -> OnnxMode
         _check_files(source.parent, [info.source_files[0].model_copy(update={"name": source.name})], again)
         _check_files(source.parent, info.source_files[1:], again)
     _check_files(folder / MODEL_FOLDER, info.files, again)
-    return OnnxModel(folder, info, threads=threads)
+    return OnnxModel(folder, info, **how)
 
 
 def read_model_engine(folder: Path) -> ModelEngineInfo:
@@ -190,8 +180,10 @@ def rebuild_command(folder: Path, info: ModelEngineInfo) -> str:
     """The command that builds this engine again."""
     source = Path(os.path.normpath(folder / info.source))
     command = f"intaglio compile {source} --target {info.target}"
-    if info.shapes:
-        command += f' --shapes "{info.shapes}"'
+    for shapes in info.shapes:
+        command += f' --shapes "{shapes}"'
+    for name, value in info.identity.options.items():
+        command += f" --{name.replace('_', '-')} {value}"
     if folder.parent != engines_folder(source):
         command += f" -o {folder.parent}"
     return f"`{command}`"

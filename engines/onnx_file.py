@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -65,6 +66,16 @@ class OnnxFile:
             if separator and name not in self.functions:
                 domains.setdefault(domain, []).append(op_type)
         return domains
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(weight.nbytes for weight in self.weights)
+
+    @property
+    def weight_count(self) -> int:
+        """Values of all weights."""
+        return sum(math.prod(weight.shape) for weight in self.weights)
 
     def sizes_by_dtype(self) -> dict[tuple[str, str], list[int]]:
         """Bytes of each tensor, by dtype and by what holds it."""

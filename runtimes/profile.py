@@ -29,7 +29,7 @@ def profiled_session(engine: Engine, stage: str, *, threads: int = 0) -> Iterato
     with tempfile.TemporaryDirectory(prefix="intaglio-profile-") as folder:
         yield CpuSession(
             stage,
-            engine.path / f"{stage}.onnx",
+            engine.artifact(stage),
             engine.bundle_path,
             runs_as(engine.bundle.stages[stage]),
             engine.info.identities[stage].shapes,

@@ -55,7 +55,7 @@ class Side:
         if self.engine is None:
             reference = open_reference(self.name, self.graph(stage))
             return lambda feeds, outputs: _one_by_one(reference.run(feeds, outputs), outputs)
-        session = self.engine.load(stage)
+        session = self.engine.load_for_parity(stage)
         return lambda feeds, outputs: _one_by_one(session.run(feeds, outputs, resident=outputs), outputs)
 
 

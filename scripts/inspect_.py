@@ -312,14 +312,17 @@ def _model_engine(path: Path, list_tensors: bool, as_json: bool) -> None:
     from intaglio.engines.onnx_file import read_onnx
 
     info, report = read_model_engine(path), read_model_report(path)
-    model = read_onnx(path / MODEL_FOLDER / info.files[0].name)
     dims = info.identity.shapes
+    artifact = path / MODEL_FOLDER / info.artifact
+    # Other engines hold what was built of the model, and not the model.
+    model = read_onnx(artifact) if artifact.suffix == ".onnx" else None
     if as_json:
-        content = {"model": _onnx_content(model, dims, list_tensors), "report": report.model_dump()}
-        print_json({**info.model_dump(mode="json"), **content})
+        content = {"model": None if model is None else _onnx_content(model, dims, list_tensors)}
+        print_json({**info.model_dump(mode="json"), **content, "report": report.model_dump()})
         return
     print_report(report)
-    _onnx_tables(model, dims, list_tensors)
+    if model is not None:
+        _onnx_tables(model, dims, list_tensors)
     files = [(file.name, human_bytes(file.bytes), file.sha256) for file in info.files]
     print_table("\nfiles", ("file", "size", "sha256"), files)
     rows = [("source", info.source), *((key, value) for key, value in info.identity if key != "shapes")]

@@ -12,11 +12,12 @@ from typing import BinaryIO
 
 import numpy as np
 
-_SENTINEL = 0xDEADBEEF
+SENTINEL = 0xDEADBEEF
+RECORD = struct.Struct("<IIQQQ")
 _VERSION = 2
 _ALIGNMENT = 64
 # Codes and bits of MIL's dtypes.
-_DTYPES = {
+DTYPES = {
     "fp16": (1, 16),
     "fp32": (2, 32),
     "uint8": (3, 8),
@@ -63,7 +64,7 @@ class BlobFile:
 
     def write(self, dtype: str, count: int, data: np.ndarray) -> int:
         """``count`` values of a MIL dtype, packed into uint8 bytes. Where in the file they are: the record's offset."""
-        code, bits = _DTYPES[dtype]
+        code, bits = DTYPES[dtype]
         size = -(-count * bits // 8)
         if data.dtype != np.uint8 or data.size != size:
             raise ValueError(f"{count} values of {dtype} take {size} bytes, found {data.size} of {data.dtype}")
@@ -78,7 +79,7 @@ class BlobFile:
         """Writes a record, padded to the alignment, and what it describes."""
         self._end += self._file.write(bytes(-self._end % _ALIGNMENT))
         start = self._end
-        record = struct.pack("<IIQQQ", _SENTINEL, code, data.size, start + _ALIGNMENT, padding)
+        record = RECORD.pack(SENTINEL, code, data.size, start + _ALIGNMENT, padding)
         self._end += self._file.write(record.ljust(_ALIGNMENT, b"\0"))
         self._end += self._file.write(data.data)
         return start

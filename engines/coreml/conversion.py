@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -21,10 +21,12 @@ from onnx_ir.passes.common import (
 from intaglio.engines.coreml.constants import to_mil
 from intaglio.engines.coreml.deferred import large
 from intaglio.engines.coreml.node import Node
-from intaglio.engines.coreml.registry import load_converters
+from intaglio.engines.coreml.registry import UPDATE_STATE, load_converters
+from intaglio.engines.lowering.fuse_dequantize import FuseDequantizePass
 from intaglio.engines.lowering.fuse_gather import FuseGatherPass
 from intaglio.errors import CompileError
 from intaglio.exporters.bundle import Dim
+from intaglio.kernels.grouped_quant import DOMAIN
 
 if TYPE_CHECKING:
     from coremltools.converters.mil.mil import Program, Var
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from intaglio.engines.coreml.registry import Converter
 
 MAX_RANK = 5
+_TINY_FLOATS = frozenset(d for d in ir.DataType if d.is_floating_point() and d.bitwidth <= 8)
 # Other floats are taken and given as float32, and all else as int32.
 _INTERFACE = {ir.DataType.FLOAT16: "fp16"}
 
@@ -73,6 +76,7 @@ class Converted:
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     nodes: int = field(default=0)
+    states: tuple[Port, ...] = ()
 
 
 def convert(
@@ -97,6 +101,7 @@ def _prepare(model: ir.Model, where: str, converters: Mapping[tuple[str, str], C
         InlinePass(criteria=lambda function: (function.domain, function.name) not in converters),
         RemoveInitializersFromInputsPass(),
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        FuseDequantizePass(),
         RemoveUnusedNodesPass(),
     )
     try:
@@ -137,21 +142,25 @@ class Conversion:
         # Names are numbered from a global counter, and a second conversion must give the same names.
         Builder.name_count.clear()
         graph = self._model.graph
+        kept = _states(graph)
         # What has no elements is only asked for its type; where it is read, var() refuses it.
-        taken = [value for value in graph.inputs if value not in self._bound and not _is_empty(value)]
+        taken = [v for v in graph.inputs if v not in self._bound and v not in kept and not _is_empty(v)]
         inputs = [self._input(value) for value in taken]
+        states = [self._state(value) for value in kept]
         # Reserved before any op can take them.
         output_names = [self.unique_name(str(value.name)) for value in graph.outputs]
         placeholders = {port.mil_name: self._placeholder(port) for port in inputs}
+        placeholders |= {port.mil_name: self._buffer(port) for port in states}
         with Function(placeholders, opset_version=ct.target.iOS18) as function:
             for value, port in zip(taken, inputs, strict=True):
                 self._vars[value] = self._from_interface(function.inputs[port.mil_name], port)
+            self._vars.update((v, function.inputs[p.mil_name]) for v, p in zip(kept, states, strict=True))
             self._walk(graph)
             pairs = [self._output(*pair) for pair in zip(graph.outputs, output_names, strict=True)]
             function.set_outputs([var for _, var in pairs])
         program = Program()
         program.add_function("main", function)
-        return Converted(program, tuple(inputs), tuple(port for port, _ in pairs), self._nodes)
+        return Converted(program, tuple(inputs), tuple(port for port, _ in pairs), self._nodes, tuple(states))
 
     def var(self, value: ir.Value, node: Node | None = None) -> Var:
         """The Var of a value; that of a weight is made when it is first asked for."""
@@ -342,11 +351,13 @@ class Conversion:
         name, dtype = str(value.name), value.dtype
         if dtype is None or value.shape is None:
             self._fail(f"the input {name!r} has no dtype or no rank; Core ML must know both")
-        if dtype in (ir.DataType.STRING, ir.DataType.COMPLEX64, ir.DataType.COMPLEX128):
+        if dtype in (ir.DataType.STRING, ir.DataType.COMPLEX64, ir.DataType.COMPLEX128) or dtype in _TINY_FLOATS:
             self._fail(f"the input {name!r} is {dtype.name.lower()}, which Core ML has no tensors of")
         shape, bounds = [], []
         for axis, dim in enumerate(value.shape):
-            size = dim if isinstance(dim, int) else dim.value or f"{name}_dim{axis}"
+            # Some exporters write -1 for a dim that varies.
+            known = dim if isinstance(dim, int) and dim >= 0 else None
+            size = (getattr(dim, "value", None) or f"{name}_dim{axis}") if known is None else known
             given = self._dims.get(size) if isinstance(size, str) else None
             low, high = (given.min, given.max) if isinstance(given, Dim) else (1, None)
             if isinstance(given, int) or (isinstance(given, Dim) and low == high):
@@ -369,6 +380,20 @@ class Conversion:
                 self._symbols[size] = get_new_symbol()
         shape = [self._symbols[s] if isinstance(s, str) else s for s in port.shape]
         return mb.placeholder(shape=shape or [1], dtype=types.string_to_builtin(port.mil_dtype))
+
+    def _state(self, value: ir.Value) -> Port:
+        """A state: float16, of a fixed shape, which are all that Core ML keeps."""
+        port = self._input(value)
+        if any(isinstance(size, str) for size in port.shape):
+            self._fail(f"the state {value.name!r} has the shape {list(port.shape)}, and a state's is fixed")
+        return replace(port, mil_dtype="fp16")
+
+    @staticmethod
+    def _buffer(port: Port) -> Any:
+        from coremltools.converters.mil.mil import Builder as mb
+        from coremltools.converters.mil.mil import types
+
+        return mb.state_tensor_placeholder(shape=port.shape, dtype=types.fp16)
 
     def _from_interface(self, var: Var, port: Port) -> Var:
         from coremltools.converters.mil.mil import Builder as mb
@@ -399,6 +424,12 @@ class Conversion:
 
     def _fail(self, what: str) -> NoReturn:
         raise CompileError(f"{self._where}: {what}; change the graph, or compile for another target, such as cpu")
+
+
+def _states(graph: ir.Graph) -> list[ir.Value]:
+    """Inputs that a node changes in place."""
+    updated = {node.inputs[0] for node in graph if (node.domain, node.op_type) == (DOMAIN, UPDATE_STATE)}
+    return [value for value in graph.inputs if value in updated]
 
 
 def _is_empty(value: ir.Value) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -13,6 +11,7 @@ from typing import Any
 from intaglio.engines.coreml.blob_file import BlobFile
 from intaglio.engines.coreml.conversion import MAX_RANK, Converted, Port
 from intaglio.engines.coreml.coremltools_ import import_coremltools
+from intaglio.engines.coreml.manifest import MODEL, WEIGHTS, write_manifest
 from intaglio.errors import CompileError
 
 _UNWANTED = (
@@ -22,13 +21,13 @@ _UNWANTED = (
     "common::add_int16_cast",
     # Counts negative indices from the end, which converters do where it is needed, and forgets gather_nd's batch dims.
     "common::guard_negative_gather_indices",
+    # Makes a scale and a bias a batch_norm, whose epsilon of 1e-5 it forgets, and cannot for float16.
+    "common::fuse_elementwise_to_batchnorm",
     # Takes the order of look-ups and scales that some version of iOS likes; converters make the one asked for.
     "common::canonicalize_quantized_lut_pattern",
     # Reads all weights, and takes small ones that are almost equal for one. The weight file stores equal ones once.
     "common::const_deduplication",
 )
-_FOLDER = Path("Data/com.apple.CoreML")
-_AUTHOR = "com.apple.CoreML"
 
 
 def write_package(converted: Converted, path: Path, *, deployment_target: str = "iOS18") -> None:
@@ -74,43 +73,18 @@ def _optimize(program: Any, inputs: Sequence[Any]) -> None:
 def _write(program: Any, package: Path, specification_version: int) -> None:
     import coremltools as ct
 
-    from intaglio.engines.coreml.serialization import WEIGHT_FILE, serialize
+    from intaglio.engines.coreml.serialization import serialize
 
-    weights = package / _FOLDER / WEIGHT_FILE
+    weights = package / "Data" / WEIGHTS / "weight.bin"
     weights.parent.mkdir(parents=True)
     with BlobFile(weights) as blobs:
         model = serialize(program, blobs, specification_version)
     _check_ranks(model, package)
     model.description.metadata.userDefined["com.github.apple.coremltools.version"] = ct.__version__
-    spec = model.SerializeToString(deterministic=True)
-    (package / _FOLDER / "model.mlmodel").write_bytes(spec)
-    items = [("model.mlmodel", "CoreML Model Specification", hashlib.sha256(spec).digest())]
-    if blobs.count:
-        items.append(("weights", "CoreML Model Weights", blobs.digest))
-    else:
+    (package / "Data" / MODEL).write_bytes(model.SerializeToString(deterministic=True))
+    if not blobs.count:
         shutil.rmtree(weights.parent)
-    _write_manifest(package, items)
-
-
-def _write_manifest(package: Path, items: Sequence[tuple[str, str, bytes]]) -> None:
-    """Lists files and folders by identifiers that follow from their content; the first is the model."""
-    entries = {
-        _identifier(name, digest): {
-            "author": _AUTHOR,
-            "description": description,
-            "name": name,
-            "path": f"{_AUTHOR}/{name}",
-        }
-        for name, description, digest in items
-    }
-    manifest = {"fileFormatVersion": "1.0.0", "itemInfoEntries": entries, "rootModelIdentifier": next(iter(entries))}
-    (package / "Manifest.json").write_text(json.dumps(manifest, indent=4, sort_keys=True) + "\n")
-
-
-def _identifier(name: str, digest: bytes) -> str:
-    text = hashlib.sha256(name.encode() + digest).hexdigest().upper()
-    # In the form of a UUID of version 8: made by rules of one's own.
-    return f"{text[:8]}-{text[8:12]}-8{text[13:16]}-8{text[17:20]}-{text[20:32]}"
+    write_manifest(package)
 
 
 def _input_types(ports: Sequence[Port]) -> list[Any]:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
     Converter = Callable[[Node], Var | Sequence[Var | None]]
 
+# The op, of our own domain, whose first input is a state: see ops/states.py.
+UPDATE_STATE = "UpdateState"
+
 # By domain ("" is ONNX's own) and op type.
 CONVERTERS: dict[tuple[str, str], Converter] = {}
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,25 +54,38 @@ def compile(  # noqa: A001 - the verb's name
     *,
     output: str | Path | None = None,
     accuracy: str = "exact",
-    shapes: str | None = None,
+    shapes: str | Sequence[str] | None = None,
+    dtype: str | None = None,
+    deployment_target: str | None = None,
+    weights: str | None = None,
     progress: ProgressCallback | None = None,
 ) -> Report:
     """Compiles a bundle (``engines.compile.compile_bundle``) or an ONNX file (``engines.compile_model.compile_model``).
 
+    ``dtype``, ``deployment_target`` and ``weights`` are options of the target ``coreml``: see its ``Options``.
     Raises InputError where ``output`` is given for a bundle, whose engines lie in it; else the errors of those two.
     """
     from intaglio.engines.model_engine import is_model
     from intaglio.errors import InputError
 
+    given = {"dtype": dtype, "deployment_target": deployment_target, "weights": weights}
+    options = {name: value for name, value in given.items() if value is not None}
     if is_model(Path(source)):
         from intaglio.engines.compile_model import compile_model
 
-        return compile_model(source, target, output=output, accuracy=accuracy, shapes=shapes, progress=progress)
+        return compile_model(
+            source, target, output=output, accuracy=accuracy, shapes=shapes, options=options, progress=progress
+        )
     from intaglio.engines.compile import compile_bundle
 
     if output is not None:
         raise InputError(f"{source}: an output folder is for ONNX files; the engines of a bundle lie in the bundle")
-    return compile_bundle(source, target, accuracy=accuracy, shapes=shapes, progress=progress)
+    finish = None
+    if target == "coreml":
+        from intaglio.runtimes.coreml_swift import finish_coreml as finish
+    return compile_bundle(
+        source, target, accuracy=accuracy, shapes=shapes, options=options, finish=finish, progress=progress
+    )
 
 
 def load(
@@ -79,26 +93,36 @@ def load(
     target: str = "cpu",
     *,
     threads: int = 0,
+    compute_units: str | None = None,
     memory_budget: int | None = None,
     keep_loaded: bool = True,
 ) -> Any:
     """Opens what ``compile`` built: a bundle as its pipeline, an ONNX file or its engine's folder as an ``OnnxModel``.
 
+    ``threads`` is of the target ``cpu``, ``compute_units`` of ``coreml``: ``all``, ``cpu``, ``cpu+gpu`` or ``cpu+ne``.
     ``memory_budget`` is what the process may come to while it paints, in bytes; without ``keep_loaded`` a picture's
     stages leave memory after their last use in each call. See ``runtimes.load.load`` and
     ``engines.model_engine.load_model`` for the errors.
     """
     from intaglio.engines.model_engine import find_model_engine, load_model
+    from intaglio.engines.target import session_options
     from intaglio.errors import InputError
 
     path = Path(source)
     if find_model_engine(path, target) is not None:
         if memory_budget is not None or not keep_loaded:
             raise InputError(f"{source}: is an ONNX model; memory_budget and keep_loaded are for picture bundles")
-        return load_model(path, target, threads=threads)
+        return load_model(path, target, **session_options(target, threads=threads, compute_units=compute_units))
     from intaglio.runtimes.load import load as load_bundle
 
-    return load_bundle(path, target, threads=threads, memory_budget=memory_budget, keep_loaded=keep_loaded)
+    return load_bundle(
+        path,
+        target,
+        threads=threads,
+        compute_units=compute_units,
+        memory_budget=memory_budget,
+        keep_loaded=keep_loaded,
+    )
 
 
 def __getattr__(name: str) -> Any:

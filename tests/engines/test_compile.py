@@ -16,7 +16,7 @@ import tiny_checkpoint
 from measure import intaglio as command_line
 
 import intaglio
-from intaglio.engines import cache, cpu
+from intaglio.engines import cache, child, cpu
 from intaglio.engines.cpu_session import smallest_feeds
 from intaglio.engines.engine import open_engine, read_report
 from intaglio.errors import CompileError, EngineError, InputError, OutputError, RuntimeMissingError
@@ -60,7 +60,7 @@ def test_a_changed_stage_rebuilds_one_stage(bundle: Path, tmp_path: Path) -> Non
     assert from_cache(intaglio.compile(bundle)) == {"generate": True, "score": True}
 
 
-@pytest.mark.parametrize("damage", ["graph.onnx", "entry.json"])
+@pytest.mark.parametrize("damage", ["artifact", "entry.json"])
 def test_a_damaged_cache_entry_is_built_again(bundle: Path, damage: str) -> None:
     intaglio.compile(bundle)
     for entry in (cache.cache_folder() / "engines").iterdir():
@@ -166,7 +166,7 @@ def test_a_killed_compile_leaves_the_old_engine(bundle: Path) -> None:
 def test_a_crash_of_the_compiler_is_an_error_and_not_ours(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     crash = "import os; os.kill(os.getpid(), 11)"
     real = subprocess.run
-    monkeypatch.setattr(cpu.subprocess, "run", lambda _command, **kw: real([sys.executable, "-c", crash], **kw))
+    monkeypatch.setattr(child.subprocess, "run", lambda _command, **kw: real([sys.executable, "-c", crash], **kw))
     with pytest.raises(CompileError, match="was ended by signal 11"):
         intaglio.compile(bundle)
 
@@ -196,7 +196,7 @@ def test_without_onnxruntime_the_error_says_what_to_install(bundle: Path, monkey
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"target": "abacus"}, "the target 'abacus' is unknown; there is cpu"),
+        ({"target": "abacus"}, "the target 'abacus' is unknown; there are cpu, coreml"),
         ({"accuracy": "sloppy"}, "accuracy 'sloppy': cpu has exact, fast"),
         ({"shapes": "batch"}, "'batch' is not NAME=VALUE"),
         ({"shapes": "height=512"}, "the dim 'height' is unknown; there are batch, sequence"),

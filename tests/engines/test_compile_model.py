@@ -21,7 +21,7 @@ import pytest
 from onnx_models import OUT, product, unary, weight
 
 import intaglio
-from intaglio.engines import cache, cpu, model_build
+from intaglio.engines import cache, child, cpu, model_build
 from intaglio.engines.model_build import TRIAL_SIZES
 from intaglio.engines.model_engine import NO_MAXIMUM, is_model_engine, read_model_engine, read_model_report
 from intaglio.engines.onnx_file import read_onnx
@@ -46,7 +46,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
             code = model_build.main()
         return subprocess.CompletedProcess([], code, out.getvalue(), err.getvalue())
 
-    monkeypatch.setattr(cpu, "_run_child", run)
+    monkeypatch.setattr(cpu, "run_child", run)
 
 
 in_this_process = pytest.mark.usefixtures("in_process")
@@ -202,7 +202,7 @@ def test_a_crash_of_the_compiler_is_an_error(tmp_path: Path, monkeypatch: pytest
 def _instead(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     real = subprocess.run
     program = f"import os; kill = lambda: os.kill(os.getpid(), 8); {program}"
-    monkeypatch.setattr(cpu.subprocess, "run", lambda _command, **kw: real([sys.executable, "-c", program], **kw))
+    monkeypatch.setattr(child.subprocess, "run", lambda _command, **kw: real([sys.executable, "-c", program], **kw))
 
 
 def _custom_opset(message: onnx.ModelProto) -> None:

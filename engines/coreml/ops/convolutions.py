@@ -10,7 +10,7 @@ from coremltools.converters.mil.mil import Var
 
 from intaglio.engines.coreml.node import Node
 from intaglio.engines.coreml.ops.tensors import per_channel, static_sizes
-from intaglio.engines.coreml.ops.windows import Window, read_window
+from intaglio.engines.coreml.ops.windows import Window, read_window, same_pad_type
 from intaglio.engines.coreml.registry import converter
 
 
@@ -51,14 +51,17 @@ def convolution(node: Node, x: Var, weight: Var, bias: Var | None) -> Var:
     """A convolution with the attributes of the node; float32 or float16."""
     _check_rank(node, x)
     kernel = static_sizes(node, weight, range(2, weight.rank), "the kernel of a convolution must be known")
-    window = read_window(node, x, kernel)
-    weight, dilations = _undilated(weight, window.dilations)
-    padding = {"pad_type": "custom", "pad": window.pads} if any(window.pads) else {"pad_type": "valid"}
+    n = len(kernel)
+    strides, stated = node.ints("strides", [1] * n), node.ints("dilations", [1] * n)
+    weight, dilations = _undilated(weight, stated)
+    same = same_pad_type(node, x, strides)
+    pads = read_window(node, x, kernel).pads if same is None else []
+    padding = {"pad_type": "custom", "pad": pads} if any(pads) else {"pad_type": same or "valid"}
     held = {"bias": bias} if bias is not None and bias.val is not None else {}
     y = mb.conv(
         x=x,
         weight=weight,
-        strides=list(window.strides),
+        strides=strides,
         dilations=dilations,
         groups=node.int("group", 1),
         **padding,

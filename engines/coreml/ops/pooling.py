@@ -12,7 +12,15 @@ from coremltools.converters.mil.mil import Var
 
 from intaglio.engines.coreml.node import Node
 from intaglio.engines.coreml.ops.tensors import constant, in_floats, static_sizes
-from intaglio.engines.coreml.ops.windows import Window, pad_spatial, read_window, reduced, taps, with_ceiling
+from intaglio.engines.coreml.ops.windows import (
+    Window,
+    pad_spatial,
+    read_window,
+    reduced,
+    same_pad_type,
+    taps,
+    with_ceiling,
+)
 from intaglio.engines.coreml.registry import converter
 
 # Below every float16, so that it never is the maximum, and finite, so that nothing becomes NaN.
@@ -60,6 +68,8 @@ def GlobalLpPool(node: Node) -> Var:
 def max_pool(node: Node, x: Var) -> Var:
     """The maximum of each window; ``x`` is a float."""
     _check_rank(node, x)
+    if (same := _over_varying(node, x)) is not None:
+        return mb.max_pool(x=x, **same)
     window = _window(node, x)
     if node.int("ceil_mode", 0):
         window = with_ceiling(node, x.shape[2:], window)
@@ -71,8 +81,10 @@ def max_pool(node: Node, x: Var) -> Var:
 def average_pool(node: Node, x: Var) -> Var:
     """The mean of each window; without its padding, unless the node counts it."""
     _check_rank(node, x)
-    stated = _window(node, x)
     counts_pads = node.int("count_include_pad", 0) != 0
+    if (same := _over_varying(node, x)) is not None:
+        return mb.avg_pool(x=x, exclude_padding_from_average=not counts_pads, **same)
+    stated = _window(node, x)
     window = with_ceiling(node, x.shape[2:], stated) if node.int("ceil_mode", 0) else stated
     if all(d == 1 for d in window.dilations) and (not counts_pads or window == stated):
         return mb.avg_pool(
@@ -145,6 +157,16 @@ def _check_rank(node: Node, x: Var) -> None:
 
 def _window(node: Node, x: Var) -> Window:
     return read_window(node, x, node.ints("kernel_shape"))
+
+
+def _over_varying(node: Node, x: Var) -> dict[str, object] | None:
+    """The arguments of a pool whose pads depend on a size that varies, which MIL finds itself."""
+    kernel = node.ints("kernel_shape")
+    strides = node.ints("strides", [1] * len(kernel))
+    pad_type = same_pad_type(node, x, strides)
+    if pad_type is None or any(d != 1 for d in node.ints("dilations", [1] * len(kernel))):
+        return None
+    return {"kernel_sizes": kernel, "strides": strides, "pad_type": pad_type}
 
 
 def _padding(window: Window) -> dict[str, object]:

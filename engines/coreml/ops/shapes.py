@@ -8,7 +8,16 @@ import numpy as np
 from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import Var, types
 
-from intaglio.engines.coreml.mil import axis_of, in_float, is_static, numpy_dtype, product, reshape, shape_vector, sizes
+from intaglio.engines.coreml.mil import (
+    axis_of,
+    in_float,
+    is_static,
+    numpy_dtype,
+    product,
+    reshape,
+    shape_vector,
+    sizes,
+)
 from intaglio.engines.coreml.node import Node
 from intaglio.engines.coreml.registry import converter
 
@@ -21,11 +30,8 @@ def Reshape(node: Node) -> Var:
         shape = node.input(1)
         if shape.rank == 1 and shape.shape[0] == 0:
             return reshape(x, [])
-        if shape.sym_val is None and not node.int("allowzero", 0) and isinstance(shape.shape[0], (int, np.integer)):
-            # MIL counts the places of zeros from the end.
-            own = [*sizes(x), *[1] * int(shape.shape[0])][: int(shape.shape[0])]
-            kept = mb.equal(x=shape, y=np.int32(0))
-            shape = mb.select(cond=kept, a=shape_vector(own), b=shape)
+        if not node.int("allowzero", 0) and isinstance(shape.shape[0], (int, np.integer)):
+            return _reshape_at_run_time(x, shape, node.name)
         return mb.reshape(x=x, shape=shape, name=node.name)
     wanted = [int(size) for size in node.constant(1)]
     keeps = not node.int("allowzero", 0)
@@ -35,6 +41,23 @@ def Reshape(node: Node) -> Var:
     if 0 in wanted:
         node.fail(f"makes the shape {wanted}, and Core ML holds no empty tensors")
     return reshape(x, wanted, node.name)
+
+
+def _reshape_at_run_time(x: Var, shape: Var, name: str) -> Var:
+    """A 0 keeps the dim of the input in its place; MIL counts the places of zeros from the end."""
+    count = int(shape.shape[0])
+    own = [*sizes(x), *[1] * count][:count]
+    if shape.sym_val is None:
+        kept = mb.equal(x=shape, y=np.int32(0))
+        return mb.reshape(x=x, shape=mb.select(cond=kept, a=shape_vector(own), b=shape), name=name)
+    values = [int(v) if isinstance(v, (int, np.integer)) else None for v in np.ravel(shape.sym_val)]
+    if 0 not in values:
+        return mb.reshape(x=x, shape=shape, name=name)
+    dims: list[int | Var] = [
+        mb.gather(x=shape, indices=np.int32(i), axis=0) if value is None else value or own[i]
+        for i, value in enumerate(values)
+    ]
+    return reshape(x, dims, name)
 
 
 @converter

@@ -15,6 +15,7 @@ from intaglio.engines.coreml.ops.tensors import constant, is_static
 
 # So many slices of a tensor are a program of reasonable size.
 _MOST_TAPS = 512
+_SAME_TYPES = {"SAME_UPPER": "same", "SAME_LOWER": "same_lower"}
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,12 @@ class Window:
     def out_sizes_along(self, i: int, size: int) -> int:
         """How many windows there are along one axis."""
         return (size + self.before[i] + self.after[i] - self.extent[i]) // self.strides[i] + 1
+
+
+def same_pad_type(node: Node, x: Var, strides: Sequence[int]) -> str | None:
+    """MIL's pad type for SAME over a size that varies, which has no pads that are known; None for all else."""
+    known = all(s == 1 or is_static([size]) for size, s in zip(x.shape[2:], strides, strict=True))
+    return None if known else _SAME_TYPES.get(node.string("auto_pad", "NOTSET"))
 
 
 def read_window(node: Node, x: Var, kernel: Sequence[int]) -> Window:

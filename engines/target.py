@@ -1,0 +1,91 @@
+"""What a target is: a module, or a package, of its name in this room."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from intaglio.errors import InputError
+
+if TYPE_CHECKING:
+    from intaglio.engines.identity import Identity
+    from intaglio.engines.onnx_file import OnnxFile
+    from intaglio.engines.report import StageReport
+    from intaglio.engines.shapes import Interface
+    from intaglio.exporters.bundle import Dim, StageInfo
+
+TARGETS = ("cpu", "coreml")
+
+
+class Target(Protocol):
+    """The verbs that ``compile`` and ``load`` call.
+
+    ``ACCURACIES`` are those it has, ``DOMAINS`` those of whose operators it knows, besides ONNX's own, ``INPUT_DTYPES``
+    what its inputs and outputs may be. A stage is built into one file or folder, called ``stage`` + ``SUFFIX``; of an
+    ONNX file, the engine ``KEEPS_MODEL`` and builds nothing beside it, or is such a file or folder as well.
+    """
+
+    ACCURACIES: tuple[str, ...]
+    DOMAINS: frozenset[str]
+    INPUT_DTYPES: frozenset[str]
+    SUFFIX: str
+    KEEPS_MODEL: bool
+
+    def compiler(self) -> str:
+        """Name and version of what builds. Raises RuntimeMissingError."""
+
+    def device(self) -> str:
+        """What a built stage runs on."""
+
+    def check_options(self, options: Mapping[str, str], sets_of_sizes: int) -> dict[str, str]:
+        """The target's options with its defaults. Raises InputError for one that it does not have."""
+
+    def fit_dims(self, dims: Mapping[str, Dim], declared: Mapping[str, Dim]) -> dict[str, Dim]:
+        """Dims that a user chose among those that are ``declared``, narrowed to what the target holds."""
+
+    def digest(self, artifact: Path) -> str:
+        """A hash that tells whether a built stage is the one that was built. Raises OSError."""
+
+    def build(self, graph: Path, artifact: Path, stage: StageInfo, identity: Identity) -> StageReport:
+        """Builds the portable ``graph``, whose weights lie beside it, into ``artifact``. Raises CompileError."""
+
+    def build_model(
+        self, graph: Path, artifact: Path, described: OnnxFile, identity: Identity, given: frozenset[str]
+    ) -> StageReport:
+        """Builds an ONNX file that others wrote; ``given`` are the dims that somebody bounded. Raises CompileError."""
+
+    def load(self, name: str, artifact: Path, weights: Path, stage: Interface, identity: Identity, **how: Any) -> Any:
+        """A session of a built stage; ``weights`` is the folder of the bundle. Raises EngineError."""
+
+    def check_runs(self, **how: Any) -> None:
+        """Raises EngineError where this machine cannot run what is built, InputError for a wrong option of ``load``."""
+
+    def load_for_parity(self, name: str, artifact: Path, weights: Path, stage: Interface, identity: Identity) -> Any:
+        """Likewise, for a comparison of numbers: where the target itself cannot run, by what stands in for it."""
+
+
+# What may be said of how a target's sessions run, by the name that its ``load`` takes.
+_SESSION_OPTIONS = {"cpu": "threads", "coreml": "compute_units"}
+
+
+def session_options(target: str, *, threads: int = 0, compute_units: str | None = None) -> dict[str, Any]:
+    """What ``load`` of a target is told: ``threads`` of cpu, ``compute_units`` of coreml; 0 and None leave the choice.
+
+    Raises InputError for an option that the target does not have.
+    """
+    target_module(target)
+    given = {"threads": threads or None, "compute_units": compute_units}
+    for name, value in given.items():
+        if value is not None and _SESSION_OPTIONS[target] != name:
+            whose = next(other for other, option in _SESSION_OPTIONS.items() if option == name)
+            raise InputError(f"{name} is for the target {whose}, and this one is {target}; leave it out")
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def target_module(name: str) -> Target:
+    """The module of a target. Raises InputError."""
+    if name not in TARGETS:
+        raise InputError(f"the target {name!r} is unknown; there are {', '.join(TARGETS)}")
+    return cast(Target, importlib.import_module(f"intaglio.engines.{name}"))
