@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from intaglio.engines.coreml.registry import Converter
 
 MAX_RANK = 5
+_TINY_FLOATS = frozenset(d for d in ir.DataType if d.is_floating_point() and d.bitwidth <= 8)
 # Other floats are taken and given as float32, and all else as int32.
 _INTERFACE = {ir.DataType.FLOAT16: "fp16"}
 
@@ -350,11 +351,13 @@ class Conversion:
         name, dtype = str(value.name), value.dtype
         if dtype is None or value.shape is None:
             self._fail(f"the input {name!r} has no dtype or no rank; Core ML must know both")
-        if dtype in (ir.DataType.STRING, ir.DataType.COMPLEX64, ir.DataType.COMPLEX128):
+        if dtype in (ir.DataType.STRING, ir.DataType.COMPLEX64, ir.DataType.COMPLEX128) or dtype in _TINY_FLOATS:
             self._fail(f"the input {name!r} is {dtype.name.lower()}, which Core ML has no tensors of")
         shape, bounds = [], []
         for axis, dim in enumerate(value.shape):
-            size = dim if isinstance(dim, int) else dim.value or f"{name}_dim{axis}"
+            # Some exporters write -1 for a dim that varies.
+            known = dim if isinstance(dim, int) and dim >= 0 else None
+            size = (getattr(dim, "value", None) or f"{name}_dim{axis}") if known is None else known
             given = self._dims.get(size) if isinstance(size, str) else None
             low, high = (given.min, given.max) if isinstance(given, Dim) else (1, None)
             if isinstance(given, int) or (isinstance(given, Dim) and low == high):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_ir as ir
 from onnx_ir import convenience
@@ -62,22 +64,25 @@ def _join(graph: ir.Graph, node: ir.Node, opset: int) -> bool:
     return False
 
 
-def _along_one_axis(arrays: list[np.ndarray | None], shape: tuple[int, ...]) -> tuple[int, list[np.ndarray]] | None:
+def _along_one_axis(
+    arrays: Sequence[np.ndarray | None], shape: Sequence[int]
+) -> tuple[int, list[np.ndarray]] | None:
     """The axis of ``shape`` along which the arrays vary, and they as vectors or, if none varies, as scalars."""
-    axes = set()
-    for array in arrays:
-        if array is None or array.ndim > len(shape):
-            return None
+    known = [array for array in arrays if array is not None and array.ndim <= len(shape)]
+    if len(known) < len(arrays):
+        return None
+    axes: set[int] = set()
+    for array in known:
         wide = (1,) * (len(shape) - array.ndim) + array.shape
         if any(size not in (1, own) for size, own in zip(wide, shape, strict=True)):
             return None
         axes.update(i for i, size in enumerate(wide) if size != 1)
     if len(axes) > 1:
         return None
-    size = (shape[min(axes)],) if axes else ()
-    return min(axes, default=0), [
-        np.broadcast_to(array.ravel(), size) if axes else array.reshape(()) for array in arrays
-    ]
+    if not axes:
+        return 0, [array.reshape(()) for array in known]
+    axis = axes.pop()
+    return axis, [np.broadcast_to(array.ravel(), (shape[axis],)) for array in known]
 
 
 def _weight(graph: ir.Graph, name: str, array: np.ndarray, dtype: ir.DataType) -> ir.Value:
