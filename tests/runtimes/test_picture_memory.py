@@ -210,7 +210,7 @@ def test_loading_bands_is_no_decoding(klein: Path, monkeypatch: pytest.MonkeyPat
     clock = [0.0]
     load = Engine.load
 
-    def slow(self: Engine, stage: str, *, **how: Any) -> Any:
+    def slow(self: Engine, stage: str, **how: Any) -> Any:
         clock[0] += 1000
         return load(self, stage, **how)
 
