@@ -70,7 +70,9 @@ class BlobFile:
         data = np.ascontiguousarray(data)
         key = (code, count, hashlib.sha256(data.data).digest())
         if key not in self._offsets:
-            self._offsets[key] = self._append(struct.pack("<IIQQQ", _SENTINEL, code, size, 0, size * 8 - count * bits), data)
+            self._offsets[key] = self._append(
+                struct.pack("<IIQQQ", _SENTINEL, code, size, 0, size * 8 - count * bits), data
+            )
             self._digest.update(repr(key).encode())
         return self._offsets[key]
 

@@ -44,7 +44,9 @@ class _Exporter(MILProtoExporter):
             primitive = var.sym_type.get_primitive()
             self._values[var] = create_file_value_tensor(
                 file_name=f"@model_path/{WEIGHT_FILE}",
-                offset=self._blobs.write(types.builtin_to_string(primitive), var.val.size, _bytes_of(var.val, primitive)),
+                offset=self._blobs.write(
+                    types.builtin_to_string(primitive), var.val.size, _bytes_of(var.val, primitive)
+                ),
                 dim=var.val.shape,
                 data_type=types_to_proto_primitive(primitive),
             )
