@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export PIP_CONSTRAINT := $(CURDIR)/.ci/constraints.txt
 ROOMS := src scripts exporters kernels engines runtimes trainer
 # The folders too: a file that is deleted changes only those.
-SOURCES := $(shell find $(ROOMS) -type d -not -name __pycache__) $(shell find $(ROOMS) -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' -o -name py.typed)
+SOURCES := $(shell find $(ROOMS) -type d -not -name __pycache__) $(shell find $(ROOMS) -name '*.py' -o -path '*/swift/*' -o -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' -o -name py.typed)
 PAINTER := bundles/demo
 BUNDLE := bundles/smollm2
 PROMPT ?= What is the capital of France?
@@ -80,7 +80,7 @@ $(VENV)/installed: build/wheel/built .ci/constraints.txt
 	touch $@
 
 $(VENV)/oracles: $(VENV)/installed
-	$(PIP) "$$(echo build/wheel/*.whl)[cpu,dev,oracles,train]"
+	$(PIP) "$$(echo build/wheel/*.whl)[coreml,cpu,dev,oracles,train]"
 	touch $@
 
 clean:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -16,11 +16,14 @@ from intaglio.engines.report import Report, StageReport
 from intaglio.engines.target import Target, target_module
 from intaglio.engines.wanted import choose
 from intaglio.errors import CompileError
-from intaglio.exporters.bundle import Bundle, read_bundle
+from intaglio.exporters.bundle import Bundle, Dim, read_bundle
 from intaglio.output import replaced_folder
 from intaglio.progress import Progress, ProgressCallback
 
 _log = logging.getLogger(__name__)
+
+# Writes what belongs beside the stages: of an engine's folder, the bundle, and the sizes. Gives notes for the report.
+Finish = Callable[[Path, Path, Bundle, Mapping[str, Dim]], Sequence[str]]
 
 
 def compile_bundle(
@@ -30,6 +33,7 @@ def compile_bundle(
     accuracy: str = "exact",
     shapes: str | Sequence[str] | None = None,
     options: Mapping[str, str] | None = None,
+    finish: Finish | None = None,
     progress: ProgressCallback | None = None,
 ) -> Report:
     """Compiles every stage of the bundle at ``bundle`` into ``BUNDLE/engines/<target>/``, and returns the report.
@@ -37,8 +41,8 @@ def compile_bundle(
     ``accuracy`` is ``exact`` (float32 activations and accumulation) or ``fast`` (activations rounded to 8 bits, one
     scale a row and group, in products with packed weights). ``shapes`` overrides the dims table (``NAME=VALUE`` or
     ``NAME=MIN:OPT:MAX``, comma-separated); several are sets of sizes of one engine, for targets that have those.
-    ``options`` are the target's own. A stage built before from the same graph, weights, dims and compiler comes from
-    the cache, and none of its weights is read.
+    ``options`` are the target's own; ``finish`` is called when all stages are there. A stage built before from the same
+    graph, weights, dims and compiler comes from the cache, and none of its weights is read.
     Raises BundleError, InputError, CompileError, OutputError, RuntimeMissingError; a failed build leaves the old
     engine in place.
     """
@@ -53,10 +57,10 @@ def compile_bundle(
         for stage, identity in identities.items():
             reports[stage] = _build_stage(folder, described, stage, identity, module, partial)
             count.advance(1)
-        module.finish(partial, folder, described)
+        notes = finish(partial, folder, described, wanted.shapes) if finish is not None else ()
         artifacts = {stage: module.digest(partial / f"{stage}{module.SUFFIX}") for stage in identities}
         info = EngineInfo(target=target, identities=identities, artifacts=artifacts)
-        report = Report(target=target, compiler=module.compiler(), stages=reports)
+        report = Report(target=target, compiler=module.compiler(), stages=reports, notes=tuple(notes))
         (partial / ENGINE_FILE).write_text(info.model_dump_json(indent=1) + "\n", "utf-8")
         (partial / REPORT_FILE).write_text(report.model_dump_json(indent=1) + "\n", "utf-8")
     return report

@@ -65,14 +65,15 @@ def compile_model(
     wanted = choose(target, described.dims, accuracy, shapes, options or {})
     sources = {path.name: path, **_external_sources(described)}
     folder = (engines_folder(path) if output is None else Path(output)) / target
-    _check_place(folder, path)
+    artifact_name = path.name if module.KEEPS_MODEL else f"{path.stem}{module.SUFFIX}"
+    _check_place(folder, artifact_name)
     count = Progress(progress, f"compile for {target}", 1, "stages")
     with replaced_folder(folder) as partial:
         inside = partial / MODEL_FOLDER
         hashes = _place(sources, inside) if module.KEEPS_MODEL else _hashes(sources, inside)
         identity = make_identity(hashes[path.name], _weights_hash(hashes, path.name), _dtype(described), wanted)
         given = frozenset(name for name, dim in wanted.shapes.items() if dim != described.dims[name])
-        artifact = inside / (path.name if module.KEEPS_MODEL else f"{path.stem}{module.SUFFIX}")
+        artifact = inside / artifact_name
         built = _build(inside / path.name if module.KEEPS_MODEL else path, artifact, described, identity, given)
         info = ModelEngineInfo(
             target=target,
@@ -166,12 +167,12 @@ def _external_sources(described: OnnxFile) -> dict[str, Path]:
     return sources
 
 
-def _check_place(folder: Path, path: Path) -> None:
+def _check_place(folder: Path, artifact: str) -> None:
     if not folder.exists():
         return
     if not folder.is_dir() or (any(folder.iterdir()) and not is_model_engine(folder)):
         raise CompileError(f"{folder}: is there already and is no engine of an ONNX file; choose another folder (-o)")
-    if is_model_engine(folder) and not (folder / MODEL_FOLDER / path.name).is_file():
+    if is_model_engine(folder) and not (folder / MODEL_FOLDER / artifact).exists():
         raise CompileError(f"{folder}: holds the engine of another model; choose another folder (-o)")
 
 

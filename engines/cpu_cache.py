@@ -6,7 +6,7 @@ Shape suffixes: B batch, K key heads, C capacity, E numbers of a head.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -71,10 +71,17 @@ class KeyValueCache:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
 
+class Cache(Protocol):
+    """A key-value cache of any target: ``length`` tokens of ``batch`` texts."""
+
+    batch: int
+    length: int
+
+
 class FilledPast:
     """Shape and dtype of what is filled of a cache, for the check of feeds."""
 
-    def __init__(self, tensor: Tensor, cache: KeyValueCache) -> None:
+    def __init__(self, tensor: Tensor, cache: Cache) -> None:
         sizes = {"batch": cache.batch, "past_sequence": cache.length}
         assert tensor.shape is not None
         self.shape = tuple(n if isinstance(n, int) else sizes[n] for n in tensor.shape)

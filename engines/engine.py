@@ -47,6 +47,11 @@ class Engine:
         """``exact`` or ``fast``."""
         return next(iter(self.info.identities.values())).accuracy
 
+    @property
+    def options(self) -> dict[str, str]:
+        """The target's own options that it was built with."""
+        return next(iter(self.info.identities.values())).options
+
     def artifact(self, stage: str) -> Path:
         """What was built of ``stage``: a file or a folder. Raises EngineError."""
         if stage not in self.bundle.stages:
@@ -89,8 +94,12 @@ def read_engine(bundle: str | Path, target: str = "cpu") -> EngineInfo:
         raise EngineError(f"{file}: is damaged or of another version; build again with {again}") from error
 
 
-def _again(bundle: Path, target: str) -> str:
-    return f"`intaglio compile {bundle} --target {target}`"
+def _again(bundle: Path, target: str, info: EngineInfo | None = None) -> str:
+    """The command that builds the engine; again with the options it has."""
+    identity = next(iter(info.identities.values()), None) if info is not None else None
+    options = identity.options if identity is not None else {}
+    given = "".join(f" --{name.replace('_', '-')} {value}" for name, value in options.items())
+    return f"`intaglio compile {bundle} --target {target}{given}`"
 
 
 def open_engine(bundle: str | Path, target: str = "cpu") -> Engine:
@@ -102,7 +111,7 @@ def open_engine(bundle: str | Path, target: str = "cpu") -> Engine:
     described = read_bundle(folder)
     module = target_module(target)
     info = read_engine(folder, target)
-    path, again = engine_path(folder, target), _again(folder, target)
+    path, again = engine_path(folder, target), _again(folder, target, info)
     if info.target != target or info.identities.keys() != described.stages.keys():
         raise EngineError(
             f"{path}: was built for {info.target} with the stages {', '.join(info.identities)}, but the bundle has "

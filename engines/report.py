@@ -14,8 +14,11 @@ class StageReport(BaseModel):
     ``fallbacks`` names ops of ours that ran as their body of standard ops instead of as a kernel; ``exact_products``
     counts the products that stay exact in a ``fast`` engine, by the format that no fast kernel reads. What kernels ran
     on is ``instruction_set``: the best of the building machine, and another machine takes its own. ``peak_rss_bytes``
-    is that of the building process. Of a model that others wrote, ``trial_sizes`` are those of the smallest run, and
-    ``notes`` say if there was none and why.
+    is that of the building process. Of a Core ML package, ``deployment_target`` is the oldest system that it runs on,
+    ``package_bytes`` its size, ``quantized_bits_per_weight`` those of the weights that are stored packed, tables and
+    scales included, and ``functions`` one for each set of sizes, whose operators are counted together. Of a model that
+    others wrote, ``trial_sizes`` are those of the smallest run. ``notes`` say what else there is to know, such as why
+    there was no trial run.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -31,6 +34,10 @@ class StageReport(BaseModel):
     fallbacks: dict[str, int]
     exact_products: dict[str, int] = {}
     instruction_set: str = ""
+    deployment_target: str = ""
+    package_bytes: int = 0
+    quantized_bits_per_weight: float = 0.0
+    functions: tuple[str, ...] = ()
     operators: dict[str, int]
     seconds: float
     peak_rss_bytes: int
@@ -45,10 +52,11 @@ def bits_per_weight(weight_bytes: int, weight_count: int) -> float:
 
 
 class Report(BaseModel):
-    """``report.json`` of an engine."""
+    """``report.json`` of an engine. ``notes`` are of the engine as a whole."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     target: str
     compiler: str
     stages: dict[str, StageReport]
+    notes: tuple[str, ...] = ()

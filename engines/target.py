@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from intaglio.engines.onnx_file import OnnxFile
     from intaglio.engines.report import StageReport
     from intaglio.engines.shapes import Interface
-    from intaglio.exporters.bundle import Bundle, Dim, StageInfo
+    from intaglio.exporters.bundle import Dim, StageInfo
 
 TARGETS = ("cpu", "coreml")
 
@@ -56,14 +56,32 @@ class Target(Protocol):
     ) -> StageReport:
         """Builds an ONNX file that others wrote; ``given`` are the dims that somebody bounded. Raises CompileError."""
 
-    def finish(self, folder: Path, bundle_folder: Path, bundle: Bundle) -> None:
-        """Writes what belongs to an engine beside its stages. Raises OutputError."""
-
     def load(self, name: str, artifact: Path, weights: Path, stage: Interface, identity: Identity, **how: Any) -> Any:
         """A session of a built stage; ``weights`` is the folder of the bundle. Raises EngineError."""
 
+    def check_runs(self, **how: Any) -> None:
+        """Raises EngineError where this machine cannot run what is built, InputError for a wrong option of ``load``."""
+
     def load_for_parity(self, name: str, artifact: Path, weights: Path, stage: Interface, identity: Identity) -> Any:
         """Likewise, for a comparison of numbers: where the target itself cannot run, by what stands in for it."""
+
+
+# What may be said of how a target's sessions run, by the name that its ``load`` takes.
+_SESSION_OPTIONS = {"cpu": "threads", "coreml": "compute_units"}
+
+
+def session_options(target: str, *, threads: int = 0, compute_units: str | None = None) -> dict[str, Any]:
+    """What ``load`` of a target is told: ``threads`` of cpu, ``compute_units`` of coreml; 0 and None leave the choice.
+
+    Raises InputError for an option that the target does not have.
+    """
+    target_module(target)
+    given = {"threads": threads or None, "compute_units": compute_units}
+    for name, value in given.items():
+        if value is not None and _SESSION_OPTIONS[target] != name:
+            whose = next(other for other, option in _SESSION_OPTIONS.items() if option == name)
+            raise InputError(f"{name} is for the target {whose}, and this one is {target}; leave it out")
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def target_module(name: str) -> Target:

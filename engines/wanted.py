@@ -41,7 +41,7 @@ def choose(
         raise InputError(f"accuracy {accuracy!r}: {target} has {', '.join(module.ACCURACIES)}")
     given = [shapes] if isinstance(shapes, str) else list(shapes or [])
     checked = module.check_options(options, len(given))
-    sets = [module.fit_dims(override_dims(dims, each), dims) for each in given or [None]]
+    sets = [module.fit_dims(override_dims(dims, each), dims) for each in given or [""]]
     if any(sets.index(each) != i for i, each in enumerate(sets)):
         raise InputError("--shapes: the same sizes are given twice")
     return Wanted(target, accuracy, _spanned(sets), tuple(sets) if len(sets) > 1 else (), checked)

@@ -15,18 +15,26 @@ def load(
     target: str = "cpu",
     *,
     threads: int = 0,
+    compute_units: str | None = None,
     memory_budget: int | None = None,
     keep_loaded: bool = True,
 ) -> TextGenerationPipeline | TextToImagePipeline:
     """Opens the engine that ``compile`` built for ``target``, as a pipeline of the bundle's kind.
 
-    ``memory_budget`` (bytes) and ``keep_loaded`` are those of a :class:`TextToImagePipeline`. Raises BundleError,
+    ``threads``, ``compute_units``, ``memory_budget`` (bytes) and ``keep_loaded`` are those of a
+    :class:`TextToImagePipeline`. Raises BundleError,
     EngineError (which names the command that builds the engine), RuntimeMissingError, InputError for an option that
     the pipeline does not have.
     """
     engine = open_engine(bundle, target)
     if engine.bundle.kind == "text-to-image":
-        return TextToImagePipeline(engine, threads=threads, memory_budget=memory_budget, keep_loaded=keep_loaded)
+        return TextToImagePipeline(
+            engine,
+            threads=threads,
+            compute_units=compute_units,
+            memory_budget=memory_budget,
+            keep_loaded=keep_loaded,
+        )
     if memory_budget is not None or not keep_loaded:
         raise InputError(f"{bundle}: writes text; memory_budget and keep_loaded are for pictures")
-    return TextGenerationPipeline(engine, threads=threads)
+    return TextGenerationPipeline(engine, threads=threads, compute_units=compute_units)

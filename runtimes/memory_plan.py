@@ -124,7 +124,9 @@ class _Estimate:
         vae = self._configs.get("vae")
         has_stages = any(name.startswith("vae_tiles_") for name in engine.bundle.stages)
         can_tile = vae is not None and has_tiles(vae) and has_stages
-        self.can_tile = can_tile and work.tiled is not False and "vae_decoder" in work.stages
+        # What a decoder takes elsewhere is not known: there it works in bands only where that is asked for.
+        chosen = engine.info.target == "cpu" if work.tiled is None else work.tiled
+        self.can_tile = can_tile and chosen and "vae_decoder" in work.stages
         if work.tiled and not can_tile:
             raise InputError(
                 f"{engine.bundle_path}: has no stages to decode in bands; export it again, or decode without tiled"

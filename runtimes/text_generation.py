@@ -13,6 +13,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import numpy as np
 
 from intaglio.engines.engine import Engine
+from intaglio.engines.target import session_options
 from intaglio.errors import InputError
 from intaglio.progress import Progress, ProgressCallback
 from intaglio.runtimes.decoding import Decoding
@@ -97,12 +98,13 @@ class _Generation:
 class TextGenerationPipeline:
     """Writes text with the engine of a language model. Stages are loaded when they are first needed.
 
-    ``threads`` 0 takes one a core.
+    ``threads`` (of the target cpu) 0 takes one a core; ``compute_units`` (of coreml) is ``all``, ``cpu``, ``cpu+gpu``
+    or ``cpu+ne``. Raises InputError.
     """
 
-    def __init__(self, engine: Engine, *, threads: int = 0) -> None:
+    def __init__(self, engine: Engine, *, threads: int = 0, compute_units: str | None = None) -> None:
         self.engine = engine
-        self._threads = threads
+        self._how = session_options(engine.info.target, threads=threads, compute_units=compute_units)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -111,11 +113,11 @@ class TextGenerationPipeline:
 
     @cached_property
     def _generate(self) -> Any:
-        return self.engine.load("generate", threads=self._threads)
+        return self.engine.load("generate", **self._how)
 
     @cached_property
     def _score(self) -> Any:
-        return self.engine.load("score", threads=self._threads)
+        return self.engine.load("score", **self._how)
 
     def warm_up(self) -> None:
         """Loads the tokenizer and the stage that writes, which the first prompt otherwise waits for."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from intaglio.engines.engine import Engine
 from intaglio.engines.memory import return_freed_memory, rss_bytes
+from intaglio.engines.target import session_options
 from intaglio.errors import BundleError, InputError
 from intaglio.progress import Progress, ProgressCallback
 from intaglio.runtimes import flow_matching
@@ -69,20 +70,27 @@ class TextToImagePipeline:
     """Paints with the engine of a picture bundle.
 
     Stages are loaded when they are first needed, and stay until ``unload`` unless ``keep_loaded`` is False: each then
-    leaves after its last use in a call. ``threads`` 0 takes one a core. ``memory_budget`` is what the process may come
-    to, in bytes: a call, or one of a part, then lets stages leave in turn and decodes in bands where that is needed, or
-    raises InputError with the budget that would do. Raises BundleError for a bundle of another kind.
+    leaves after its last use in a call. ``threads`` (of the target cpu) 0 takes one a core, ``compute_units`` (of
+    coreml) is ``all``, ``cpu``, ``cpu+gpu`` or ``cpu+ne``. ``memory_budget`` is what the process may come to, in bytes:
+    a call, or one of a part, then lets stages leave in turn and decodes in bands where that is needed, or raises
+    InputError with the budget that would do. Raises BundleError for a bundle of another kind, InputError.
     """
 
     def __init__(
-        self, engine: Engine, *, threads: int = 0, memory_budget: int | None = None, keep_loaded: bool = True
+        self,
+        engine: Engine,
+        *,
+        threads: int = 0,
+        compute_units: str | None = None,
+        memory_budget: int | None = None,
+        keep_loaded: bool = True,
     ) -> None:
         if memory_budget is not None and (isinstance(memory_budget, bool) or not isinstance(memory_budget, int)):
             raise InputError(f"memory_budget is {memory_budget!r}; expected a number of bytes")
         self.engine = engine
         self.model = PictureModel.of(engine.bundle, engine.bundle_path, engine.dims)
         self.memory_budget, self.keep_loaded = memory_budget, keep_loaded
-        self._threads = threads
+        self._how = session_options(engine.info.target, threads=threads, compute_units=compute_units)
         self._sessions: dict[str, Any] = {}
         # What the process grew by when a stage was loaded and run.
         self._held: dict[str, int] = {}
@@ -323,7 +331,7 @@ class TextToImagePipeline:
         """A stage of the decoder in bands, which nobody keeps."""
         return_freed_memory()
         with self._timed("load"):
-            return TileSession(self.engine.load(stage, threads=self._threads))
+            return TileSession(self.engine.load(stage, **self._how))
 
     # --- stages come and go ----------------------------------------------------------------------------------
 
@@ -349,7 +357,7 @@ class TextToImagePipeline:
     def _session(self, stage: str) -> Any:
         if stage not in self._sessions:
             with self._timed("load"), self._holding(stage):
-                self._sessions[stage] = self.engine.load(stage, threads=self._threads)
+                self._sessions[stage] = self.engine.load(stage, **self._how)
         return self._sessions[stage]
 
     def _leave(self, stage: str, plan: MemoryPlan) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import intaglio
-from intaglio.engines.report import Report
+from intaglio.engines.report import Report, StageReport
 from intaglio.scripts.console import Json, Quiet, Target, human_bytes, print_json, print_table, progress_bar
 
 
@@ -68,43 +69,49 @@ def compile_(
         print_report(report)
 
 
+_COLUMNS: dict[str, Callable[[StageReport], object]] = {
+    "dtype": lambda stage: stage.dtype,
+    "accuracy": lambda stage: stage.accuracy,
+    "weights": lambda stage: human_bytes(stage.weight_bytes),
+    "bits/weight": lambda stage: stage.bits_per_weight,
+    "attention fused": lambda stage: f"{stage.attention_fused} of {stage.attention_total}",
+    "without a kernel": lambda stage: ", ".join(f"{op} x{n}" for op, n in stage.fallbacks.items()) or "none",
+    "seconds": lambda stage: "cached" if stage.from_cache else f"{stage.seconds:.1f}",
+    "peak": lambda stage: human_bytes(stage.peak_rss_bytes),
+}
+_PACKAGE_COLUMNS: dict[str, Callable[[StageReport], object]] = {
+    "dtype": _COLUMNS["dtype"],
+    "weights": _COLUMNS["weights"],
+    "bits/weight": _COLUMNS["bits/weight"],
+    "of packed ones": lambda stage: stage.quantized_bits_per_weight or "none packed",
+    "attention fused": _COLUMNS["attention fused"],
+    "functions": lambda stage: ", ".join(stage.functions),
+    "seconds": _COLUMNS["seconds"],
+    "peak": _COLUMNS["peak"],
+}
+
+
 def print_report(report: Report) -> None:
     """The report as a table on stdout."""
-    rows = [
-        (
-            name,
-            stage.dtype,
-            stage.accuracy,
-            human_bytes(stage.weight_bytes),
-            stage.bits_per_weight,
-            f"{stage.attention_fused} of {stage.attention_total}",
-            ", ".join(f"{op} x{n}" for op, n in stage.fallbacks.items()) or "none",
-            "cached" if stage.from_cache else f"{stage.seconds:.1f}",
-            human_bytes(stage.peak_rss_bytes),
-        )
-        for name, stage in report.stages.items()
-    ]
-    columns = (
-        "stage",
-        "dtype",
-        "accuracy",
-        "weights",
-        "bits/weight",
-        "attention fused",
-        "without a kernel",
-        "seconds",
-        "peak",
-    )
+    columns = _PACKAGE_COLUMNS if any(stage.package_bytes for stage in report.stages.values()) else _COLUMNS
+    rows = [(name, *(cell(stage) for cell in columns.values())) for name, stage in report.stages.items()]
     sets = {stage.instruction_set for stage in report.stages.values()} - {""}
     kernels = f"; kernels for {', '.join(sorted(sets))}" if sets else ""
-    print_table(f"engine for {report.target} ({report.compiler}{kernels})", columns, rows)
+    oldest = {stage.deployment_target for stage in report.stages.values()} - {""}
+    systems = f"; for {', '.join(sorted(oldest))} and later" if oldest else ""
+    title = f"engine for {report.target} ({report.compiler}{kernels}{systems})"
+    print_table(title, ("stage", *columns), rows)
     exact = [(name, *kind) for name, stage in report.stages.items() for kind in stage.exact_products.items()]
     if exact:
         print_table("\nexact for want of a fast kernel", ("stage", "weights", "products"), exact)
     trials = [
-        (name, ", ".join(f"{dim}={size}" for dim, size in stage.trial_sizes.items()), "; ".join(stage.notes))
+        (name, ", ".join(f"{dim}={size}" for dim, size in stage.trial_sizes.items()))
         for name, stage in report.stages.items()
-        if stage.trial_sizes or stage.notes
+        if stage.trial_sizes
     ]
     if trials:
-        print_table("\ntrial run", ("stage", "at", "notes"), trials)
+        print_table("\ntrial run", ("stage", "at"), trials)
+    notes = [(name, note) for name, stage in report.stages.items() for note in stage.notes]
+    notes += [("all", note) for note in report.notes]
+    if notes:
+        print_table("\nnotes", ("stage", "note"), notes)

@@ -11,7 +11,7 @@ import typer
 
 import intaglio
 from intaglio.engines.engine import engine_path
-from intaglio.engines.target import target_module
+from intaglio.engines.target import session_options, target_module
 from intaglio.errors import InputError
 from intaglio.exporters.bundle import read_bundle
 from intaglio.runtimes.noise import GENERATORS
@@ -102,6 +102,9 @@ def run(
             metavar="STAGE,…", help="Pictures: stages to replace by stored tensors: text_encoder, transformer."
         ),
     ] = None,
+    compute_units: Annotated[
+        str | None, typer.Option(help="coreml: what may compute: all, cpu, cpu+gpu or cpu+ne (all).")
+    ] = None,
     as_json: Json = False,
     threads: Threads = 0,
     quiet: Quiet = False,
@@ -135,7 +138,8 @@ def run(
     }
     files = {"output": output, "memory_budget": memory_budget, "preview": preview, "as_json": as_json or None}
     paints = read_bundle(bundle).kind == "text-to-image"
-    target_module(target)
+    target_module(target).check_runs(**session_options(target, threads=threads, compute_units=compute_units))
+    how = {"target": target, "threads": threads, "compute_units": compute_units}
     if paints:
         _refuse(text_options, "paints pictures", "text")
         targets = check_targets(output, preview, num_images or len(seed or [0]), image or [])
@@ -162,15 +166,14 @@ def run(
             text,
             targets,
             options,
-            target=target,
-            threads=threads,
+            how=how,
             memory_budget=budget,
             preview=preview,
             as_json=as_json,
             quiet=quiet,
         )
     else:
-        write_text(bundle, text, options, target=target, threads=threads, quiet=quiet)
+        write_text(bundle, text, options, how=how, quiet=quiet)
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -77,15 +77,14 @@ def paint(
     targets: Sequence[Path],
     options: Mapping[str, Any],
     *,
-    target: str,
-    threads: int,
+    how: Mapping[str, Any],
     memory_budget: int | None,
     preview: Path | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Writes the pictures to ``targets``, and says on stderr how long each stage took."""
-    pipeline = intaglio.load(bundle, target, threads=threads, memory_budget=memory_budget, keep_loaded=False)
+    """Writes the pictures to ``targets``, and says on stderr how long each stage took. ``how`` is for `load`."""
+    pipeline = intaglio.load(bundle, **how, memory_budget=memory_budget, keep_loaded=False)
 
     def show(step: int, picture: Image) -> None:
         assert preview is not None, "asked for below"

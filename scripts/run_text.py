@@ -11,11 +11,9 @@ import intaglio
 from intaglio.scripts.console import say, write
 
 
-def write_text(
-    bundle: Path, prompt: str, options: Mapping[str, Any], *, target: str, threads: int, quiet: bool
-) -> None:
-    """Streams the continuation of ``prompt`` to stdout, and says on stderr how fast it came."""
-    pipeline = intaglio.load(bundle, target, threads=threads)
+def write_text(bundle: Path, prompt: str, options: Mapping[str, Any], *, how: Mapping[str, Any], quiet: bool) -> None:
+    """Streams the continuation of ``prompt`` to stdout, and says on stderr how fast it came. ``how`` is for `load`."""
+    pipeline = intaglio.load(bundle, **how)
     pipeline.warm_up()
     started, times = time.monotonic(), []
     for piece in pipeline.stream(prompt, **options):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from intaglio.engines.identity import Identity
     from intaglio.engines.onnx_file import OnnxFile
     from intaglio.engines.shapes import Interface
-    from intaglio.exporters.bundle import Bundle, Dim, StageInfo
+    from intaglio.exporters.bundle import Dim, StageInfo
 
 ACCURACIES = ("exact",)
 # Operators of others are refused one by one, with the node's name.
@@ -112,26 +112,30 @@ def _build(graph: Path, artifact: Path, identity: Identity, *, is_foreign: bool)
     )
 
 
-def finish(folder: Path, bundle_folder: Path, bundle: Bundle) -> None:
-    """Writes the Swift package that paints with the stages. Raises OutputError."""
-
-
 def load(
     name: str, artifact: Path, weights: Path, stage: Interface, identity: Identity, *, compute_units: str = "all"
 ) -> Any:
     """Loads a built stage on a Mac. Raises EngineError elsewhere, and where Core ML refuses it."""
-    from intaglio.engines.coreml.models import is_mac, open_stage
+    from intaglio.engines.coreml.models import open_stage
 
-    if not is_mac():
-        raise EngineError(
-            f"{artifact}: Core ML runs on macOS 15 or later, and this is another system; copy the bundle to a Mac. "
-            "`intaglio parity --target coreml` evaluates the package here"
-        )
+    check_runs(compute_units=compute_units)
     return open_stage(name, artifact, stage, identity.shapes, compute_units)
 
 
+def check_runs(*, compute_units: str = "all") -> None:
+    """Raises EngineError on a system without Core ML, InputError for compute units that there are not."""
+    from intaglio.engines.coreml.models import check_compute_units, is_mac
+
+    check_compute_units(compute_units)
+    if not is_mac():
+        raise EngineError(
+            "Core ML runs on macOS 15 or later, and this is another system; copy the bundle, engines and all, to a "
+            "Mac. `intaglio parity --target coreml` evaluates the packages here"
+        )
+
+
 def load_for_parity(name: str, artifact: Path, weights: Path, stage: Interface, identity: Identity) -> Any:
-    """On a Mac the stage as it runs there; elsewhere the evaluator, which reads what was written. Raises EngineError."""
+    """On a Mac the stage as it runs there; elsewhere the evaluator, which reads the package. Raises EngineError."""
     from intaglio.engines.coreml.models import open_stage
 
     return open_stage(name, artifact, stage, identity.shapes, "all")

@@ -12,11 +12,12 @@ from typing import BinaryIO
 
 import numpy as np
 
-_SENTINEL = 0xDEADBEEF
+SENTINEL = 0xDEADBEEF
+RECORD = struct.Struct("<IIQQQ")
 _VERSION = 2
 _ALIGNMENT = 64
 # Codes and bits of MIL's dtypes.
-_DTYPES = {
+DTYPES = {
     "fp16": (1, 16),
     "fp32": (2, 32),
     "uint8": (3, 8),
@@ -63,27 +64,22 @@ class BlobFile:
 
     def write(self, dtype: str, count: int, data: np.ndarray) -> int:
         """``count`` values of a MIL dtype, packed into uint8 bytes. Where in the file they are: the record's offset."""
-        code, bits = _DTYPES[dtype]
+        code, bits = DTYPES[dtype]
         size = -(-count * bits // 8)
         if data.dtype != np.uint8 or data.size != size:
             raise ValueError(f"{count} values of {dtype} take {size} bytes, found {data.size} of {data.dtype}")
         data = np.ascontiguousarray(data)
         key = (code, count, hashlib.sha256(data.data).digest())
         if key not in self._offsets:
-            self._offsets[key] = self._append(
-                struct.pack("<IIQQQ", _SENTINEL, code, size, 0, size * 8 - count * bits), data
-            )
+            self._offsets[key] = self._append(code, size * 8 - count * bits, data)
             self._digest.update(repr(key).encode())
         return self._offsets[key]
 
-    def _append(self, record: bytes, data: np.ndarray) -> int:
-        start = self._align()
-        held = bytearray(record.ljust(_ALIGNMENT, b"\0"))
-        struct.pack_into("<Q", held, 16, start + _ALIGNMENT)
-        self._end += self._file.write(held)
+    def _append(self, code: int, padding: int, data: np.ndarray) -> int:
+        """Writes a record, padded to the alignment, and what it describes."""
+        self._end += self._file.write(bytes(-self._end % _ALIGNMENT))
+        start = self._end
+        record = RECORD.pack(SENTINEL, code, data.size, start + _ALIGNMENT, padding)
+        self._end += self._file.write(record.ljust(_ALIGNMENT, b"\0"))
         self._end += self._file.write(data.data)
         return start
-
-    def _align(self) -> int:
-        self._end += self._file.write(bytes(-self._end % _ALIGNMENT))
-        return self._end

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,9 +21,11 @@ from onnx_ir.passes.common import (
 )
 
 from intaglio.engines.coreml.constants import to_mil
+from intaglio.engines.coreml.deferred import large
 from intaglio.engines.coreml.node import Node
 from intaglio.engines.coreml.registry import UPDATE_STATE, load_converters
 from intaglio.engines.lowering.fuse_dequantize import FuseDequantizePass
+from intaglio.engines.lowering.fuse_gather import FuseGatherPass
 from intaglio.errors import CompileError
 from intaglio.exporters.bundle import Dim
 from intaglio.kernels.grouped_quant import DOMAIN
@@ -59,8 +61,20 @@ class Port:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """A weight of the graph. ``read`` gives its bytes, uint8 of one dim, values of less than a byte without gaps."""
+
+    shape: tuple[int, ...]
+    dtype: ir.DataType
+    read: Callable[[], np.ndarray]
+
+
+@dataclass(frozen=True)
 class Converted:
-    """A MIL program with one function, ``main``. A package can be made of it once: coremltools changes it in that."""
+    """A MIL program with one function, ``main``. A package can be made of it once: coremltools changes it in that.
+
+    Packed weights are read from the model's files then, so these must still be there.
+    """
 
     program: Program
     inputs: tuple[Port, ...]
@@ -105,6 +119,7 @@ def _check_opset(model: ir.Model, where: str) -> None:
 
 def _prepare(model: ir.Model, where: str, converters: Mapping[tuple[str, str], Converter]) -> None:
     passes = (
+        FuseGatherPass(),
         InlinePass(criteria=lambda function: (function.domain, function.name) not in converters),
         RemoveInitializersFromInputsPass(),
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
@@ -142,6 +157,7 @@ class Conversion:
     ) -> None:
         self._model, self._where, self._converters, self._dims = model, where, converters, dims
         self._vars: dict[ir.Value, Var] = {}
+        self._shared: dict[Hashable, Var] = {}
         self._bound = {value: constants[str(value.name)] for value in model.graph.inputs if value.name in constants}
         self._names: set[str] = set()
         self._symbols: dict[str, Any] = {}
@@ -187,7 +203,9 @@ class Conversion:
             if array is None:
                 who = f"{self._where}: an output" if node is None else self.describe(node._node)
                 raise CompileError(f"{who} reads {value.name!r}, which nothing before it makes; repair the graph")
-            self._vars[value] = mb.const(val=self._narrow(value, array), name=self.unique_name(value.name or "const"))
+            self._vars[value] = mb.const(
+                val=large(self._narrow(value, array)), name=self.unique_name(value.name or "const")
+            )
         return self._vars[value]
 
     def constant(self, value: ir.Value, node: Node) -> np.ndarray | None:
@@ -197,6 +215,20 @@ class Conversion:
             return None if found is None else np.asarray(found)
         array = self._weight(value)
         return self.constant_of(self.var(value, node)) if array is None else array
+
+    def stored(self, value: ir.Value) -> Stored | None:
+        """A weight that is not read yet; None for what is no initializer."""
+        tensor = self._weight_of(value)
+        if tensor is None or isinstance(tensor, np.ndarray):
+            return None
+        shape = tuple(int(size) for size in tensor.shape)
+        return Stored(shape, tensor.dtype, lambda: np.frombuffer(self._read(value, lambda t: t.tobytes()), np.uint8))
+
+    def shared(self, key: Hashable, make: Callable[[], Var]) -> Var:
+        """What ``make`` gives, or what it gave before for an equal key."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
 
     @staticmethod
     def constant_of(var: Var) -> np.ndarray | None:
@@ -251,11 +283,11 @@ class Conversion:
     @contextlib.contextmanager
     def nested(self) -> Iterator[None]:
         """While a block inside the current one is filled: Vars made in it are not seen outside."""
-        kept = dict(self._vars)
+        kept = dict(self._vars), dict(self._shared)
         try:
             yield
         finally:
-            self._vars = kept
+            self._vars, self._shared = kept
 
     def describe(self, node: ir.Node) -> str:
         """The node as errors name it."""
@@ -330,8 +362,24 @@ class Conversion:
             return np.zeros([d if isinstance(d, int) else 1 for d in value.shape or ()], value.dtype.numpy())
         if held is None or isinstance(held, np.ndarray):
             return held
+        return self._read(value, lambda tensor: np.asarray(tensor.numpy()))
+
+    def _read(self, value: ir.Value, how: Callable[[Any], Any]) -> Any:
+        """Reads a weight, and keeps nothing of its file in memory."""
+        tensor = self._weight_of(value)
+        if isinstance(tensor, ir.ExternalTensor):
+            # One of its own, since a tensor keeps the map of its file.
+            tensor = ir.ExternalTensor(
+                tensor.location,
+                tensor.offset,
+                tensor.length,
+                tensor.dtype,
+                shape=tensor.shape,
+                name=tensor.name,
+                base_dir=tensor.base_dir,
+            )
         try:
-            return np.asarray(held.numpy())
+            return how(tensor)
         except Exception as error:  # external data that is missing or cut short
             raise CompileError(f"{self._where}: the weight {value.name!r} cannot be read: {error}") from error
 

@@ -15,12 +15,23 @@ from intaglio.errors import RuntimeMissingError
 _FRAMEWORKS = ("torch", "torchvision", "torchaudio", "torchao", "tensorflow", "sklearn", "xgboost", "transformers")
 
 
-@contextlib.contextmanager
-def without_frameworks() -> Iterator[None]:
-    """While coremltools is imported: it does not find frameworks that are not loaded yet, and converts none of them.
+def import_coremltools() -> Any:
+    """The module. Raises RuntimeMissingError saying how to install it."""
+    try:
+        # It warns of every version that it was not tried with, and of the parts that only a Mac has.
+        logging.getLogger("coremltools").setLevel(logging.ERROR)
+        with _without_frameworks():
+            return importlib.import_module("coremltools")
+    except ImportError as error:
+        raise RuntimeMissingError(
+            f"coremltools cannot be imported ({error}). Install intaglio with its extra `coreml`: "
+            "from a checkout, pip install '.[coreml]'"
+        ) from error
 
-    For a process that makes packages only.
-    """
+
+@contextlib.contextmanager
+def _without_frameworks() -> Iterator[None]:
+    """While coremltools is imported: it does not find frameworks that are not loaded yet, and converts none of them."""
     hidden = [name for name in _FRAMEWORKS if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
@@ -28,16 +39,3 @@ def without_frameworks() -> Iterator[None]:
     finally:
         for name in hidden:
             del sys.modules[name]
-
-
-def import_coremltools() -> Any:
-    """The module. Raises RuntimeMissingError saying how to install it."""
-    try:
-        # It warns of every version of torch and scikit-learn that it was not tried with; neither is used here.
-        logging.getLogger("coremltools").setLevel(logging.ERROR)
-        return importlib.import_module("coremltools")
-    except ImportError as error:
-        raise RuntimeMissingError(
-            f"coremltools cannot be imported ({error}). Install intaglio with its extra `coreml`: "
-            "from a checkout, pip install '.[coreml]'"
-        ) from error

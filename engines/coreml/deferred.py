@@ -1,7 +1,7 @@
-"""Constants of a MIL program whose data are read when the package is written, and not before.
+"""Large constants of a MIL program: those that coremltools does not compare, and those whose data are read late.
 
 Full-size models hold billions of codes, and in a MIL program each takes a byte. What stands for them here has a shape
-and a dtype and no data.
+and a dtype and no data; these are read when the package is written.
 """
 
 from __future__ import annotations
@@ -12,11 +12,26 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-# MIL writes smaller constants into the program.
-_SMALLEST = 10
+# coremltools compares smaller constants by their values.
+_SMALLEST = 1024
 
 
-class Deferred(np.ndarray[Any, Any]):
+class Large(np.ndarray[Any, Any]):
+    """An array that equals only itself.
+
+    Each time that coremltools infers values anew, it compares every constant with an object, value by value.
+    """
+
+    def __eq__(self, other: object) -> bool:  # type: ignore[override]
+        return self is other
+
+    def __ne__(self, other: object) -> bool:  # type: ignore[override]
+        return self is not other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Deferred(Large):
     """An array without data: every element is one zero. ``packed`` reads the bytes that the weight file holds.
 
     What would compute with its elements raises TypeError.
@@ -37,6 +52,11 @@ class Deferred(np.ndarray[Any, Any]):
     @staticmethod
     def _refuse() -> NoReturn:
         raise TypeError("a weight that is read when the package is written was asked for its values before")
+
+
+def large(array: np.ndarray) -> np.ndarray:
+    """The array as ``Large``, if it is."""
+    return array if array.size < _SMALLEST else array.view(Large)
 
 
 def deferred(shape: tuple[int, ...], dtype: np.dtype[Any], bits: int, packed: Callable[[], np.ndarray]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a package holds, in a file beside it: functions with their inputs, outputs, states and sizes.
+"""What a package holds, in its metadata: functions with their inputs, outputs, states and sizes.
 
 A package says its own names, dtypes and shapes. This says what they were in the ONNX graph, and how the functions of
 one package belong together, for whoever runs it: on a Mac, in Swift, in the evaluator.
@@ -12,15 +12,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-import onnx_ir as ir
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from intaglio.engines.coreml.manifest import MODEL, write_manifest
+from intaglio.engines.coreml.protobuf import model_class
 from intaglio.errors import EngineError, InputError
 from intaglio.exporters.bundle import DtypeName
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
+
     from intaglio.engines.coreml.conversion import Converted, Port
 
+# Under what name.
+METADATA = "intaglio.functions"
 SCHEMA_VERSION: Literal[1] = 1
 # The function that runs where none is named.
 MAIN = "main"
@@ -151,31 +157,43 @@ class PackageDescription(_Schema):
             "Compile it with these: --shapes may be given several times"
         )
 
-    def write(self, path: Path) -> None:
-        """Writes it to a file, the same to the byte every time."""
-        path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
-
     def _in_words(self) -> Iterator[str]:
         for name, function in self.functions.items():
             ranges = {dim: f"{bounds.min}..{bounds.max}" for dim, bounds in function.dims.items()}
             yield f"{name} ({_listed({**function.sizes, **ranges})})"
 
 
-def description_path(package: Path) -> Path:
-    """Where the description of ``STAGE.mlpackage`` lies: ``STAGE.json`` beside it."""
-    return package.with_suffix(".json")
+def write_description(package: Path, description: PackageDescription) -> None:
+    """Puts the description into the metadata of a package, the same to the byte every time."""
+    spec = _read_model(package)
+    spec.description.metadata.userDefined[METADATA] = description.model_dump_json()
+    (package / "Data" / MODEL).write_bytes(spec.SerializeToString(deterministic=True))
+    write_manifest(package)
 
 
-def read_description(path: Path) -> PackageDescription:
-    """Reads the file. Raises EngineError if it is missing or damaged."""
+def read_description(package: Path) -> PackageDescription:
+    """Reads it from the metadata of a package. Raises EngineError if it is missing or damaged."""
+    found = _read_model(package).description.metadata.userDefined
+    if METADATA not in found:
+        raise EngineError(
+            f"{package} was not written by Intaglio: its metadata lack {METADATA}. Compile the model again."
+        )
     try:
-        return PackageDescription.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise EngineError(f"cannot read {path}: {error}. Compile the model again.") from error
+        return PackageDescription.model_validate_json(found[METADATA])
     except ValidationError as error:
         first = error.errors()[0]
         at = ".".join(map(str, first["loc"]))
-        raise EngineError(f"{path} is damaged: {at}: {first['msg']}. Compile the model again.") from error
+        raise EngineError(f"{package} is damaged: {at}: {first['msg']}. Compile the model again.") from error
+
+
+def _read_model(package: Path) -> Any:
+    file = package / "Data" / MODEL
+    try:
+        return model_class().FromString(file.read_bytes())
+    except OSError as error:
+        raise EngineError(f"cannot read {file}: {error}. Compile the model again.") from error
+    except DecodeError as error:
+        raise EngineError(f"{file} is damaged: {error}. Compile the model again.") from error
 
 
 def describe(

@@ -8,14 +8,20 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from intaglio.engines.coreml.coremltools_ import import_coremltools
-from intaglio.engines.coreml.description import PackageDescription
-from intaglio.engines.coreml.session import Model
+from intaglio.engines.coreml.description import PackageDescription, read_description
+from intaglio.engines.coreml.session import CoreMLSession, Model
+from intaglio.engines.cpu import runs_as
+from intaglio.engines.shapes import Interface
 from intaglio.errors import EngineError, InputError
+from intaglio.exporters.bundle import Dim, StageInfo
+
+if TYPE_CHECKING:
+    from intaglio.engines.coreml.evaluator.evaluate import Evaluator
 
 # What may compute, as the command line spells it, and coremltools' names of it.
 COMPUTE_UNITS = {"all": "ALL", "cpu": "CPU_ONLY", "cpu+gpu": "CPU_AND_GPU", "cpu+ne": "CPU_AND_NE"}
@@ -33,14 +39,21 @@ def check_compute_units(compute_units: str) -> str:
     return compute_units
 
 
-def model_opener(package: Path, description: PackageDescription, compute_units: str = "all") -> Callable[[str], Model]:
-    """What loads a function of ``package`` by name: Core ML on a Mac, where ``compute_units`` may compute; the evaluator
-    elsewhere. Raises InputError, and when it is called EngineError and RuntimeMissingError.
+def open_stage(
+    name: str, package: Path, stage: Interface, dims: Mapping[str, Dim], compute_units: str = "all"
+) -> CoreMLSession:
+    """A session of the stage in ``package``: on a Mac in Core ML, elsewhere by the evaluator.
+
+    ``compute_units`` says what may compute on a Mac. Raises InputError, EngineError, RuntimeMissingError.
     """
     check_compute_units(compute_units)
-    if is_mac():
-        return lambda function: open_on_mac(package, description, function, compute_units)
-    return evaluated_opener(package)
+    description = read_description(package)
+    interface = runs_as(stage) if isinstance(stage, StageInfo) else stage
+    if not is_mac():
+        return CoreMLSession(name, interface, dims, description, evaluated_opener(package))
+    return CoreMLSession(
+        name, interface, dims, description, lambda each: open_on_mac(package, description, each, compute_units)
+    )
 
 
 def evaluated_opener(package: Path) -> Callable[[str], Model]:
@@ -60,16 +73,31 @@ def evaluated_opener(package: Path) -> Callable[[str], Model]:
 class EvaluatedModel:
     """A function of a package under the face of coremltools' models, computed by the evaluator."""
 
-    def __init__(self, evaluator: Any, function: str) -> None:
+    def __init__(self, evaluator: Evaluator, function: str) -> None:
         self._evaluator, self._function = evaluator, function
 
-    def predict(self, data: dict[str, np.ndarray], state: Any = None) -> Mapping[str, np.ndarray]:
+    def predict(self, data: dict[str, np.ndarray], state: EvaluatedState | None = None) -> dict[str, np.ndarray]:
         """The outputs by name; ``state`` is changed in place."""
-        return dict(self._evaluator.run(data, self._function, state))
+        return self._evaluator.run(data, self._function, None if state is None else state.arrays)
 
-    def make_state(self) -> dict[str, np.ndarray]:
-        """Zeroed states."""
-        return dict(self._evaluator.make_state(self._function))
+    def make_state(self) -> EvaluatedState:
+        """States that are zero."""
+        return EvaluatedState(self._evaluator.make_state(self._function))
+
+
+class EvaluatedState:
+    """The states of an evaluated function."""
+
+    def __init__(self, arrays: dict[str, np.ndarray]) -> None:
+        self.arrays = arrays
+
+    def read_state(self, name: str) -> np.ndarray:
+        """The value of one."""
+        return self.arrays[name].copy()
+
+    def write_state(self, name: str, value: np.ndarray) -> None:
+        """Sets the value of one."""
+        self.arrays[name][...] = value
 
 
 def open_on_mac(package: Path, description: PackageDescription, function: str, compute_units: str) -> Model:

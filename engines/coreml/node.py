@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
@@ -15,7 +15,7 @@ from intaglio.errors import CompileError
 if TYPE_CHECKING:
     from coremltools.converters.mil.mil import Var
 
-    from intaglio.engines.coreml.conversion import Conversion
+    from intaglio.engines.coreml.conversion import Conversion, Stored
 
 
 # 1 GiB of float32, and more than any shape or mask needs.
@@ -93,6 +93,15 @@ class Node:
                 inputs,
             )
         return found
+
+    def stored(self, i: _Int) -> Stored | None:
+        """An input that is a weight of the graph, which is not read yet; None for any other."""
+        value = self._value(i)
+        return None if value is None else self._conversion.stored(value)
+
+    def shared(self, inputs: Iterable[_Int], key: Hashable, make: Callable[[], Var]) -> Var:
+        """What ``make`` gives, or what it gave before for the same inputs and key."""
+        return self._conversion.shared((*(self._value(i) for i in inputs), key), make)
 
     def constant_or(self, i: _Int, default: Any) -> Any:
         """As ``constant``, or the default where the input is left out."""

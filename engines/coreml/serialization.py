@@ -42,11 +42,10 @@ class _Exporter(MILProtoExporter):
     def create_file_value(self, var: Var) -> proto.MIL_pb2.Value:
         if var not in self._values:
             primitive = var.sym_type.get_primitive()
+            name = types.builtin_to_string(primitive)
             self._values[var] = create_file_value_tensor(
                 file_name=f"@model_path/{WEIGHT_FILE}",
-                offset=self._blobs.write(
-                    types.builtin_to_string(primitive), var.val.size, _bytes_of(var.val, primitive)
-                ),
+                offset=self._blobs.write(name, var.val.size, _bytes_of(var.val, primitive)),
                 dim=var.val.shape,
                 data_type=types_to_proto_primitive(primitive),
             )

@@ -160,7 +160,7 @@ class CacheStatesPass(ir.passes.InPlacePass):
         begin = ir.node("Concat", [zeros, position, zero], {"axis": 0}, name="cache_begin")
         end = ir.node("Concat", [zeros, last.outputs[0], zero], {"axis": 0}, name="cache_end")
         for made in (last, begin, end):
-            _type_as(made.outputs[0], ir.DataType.INT64)
+            made.outputs[0].type = ir.TensorType(ir.DataType.INT64)
         graph.insert_before(graph[0], [last, begin, end])
         return begin.outputs[0], end.outputs[0]
 
@@ -169,12 +169,8 @@ class CacheStatesPass(ir.passes.InPlacePass):
         shape = self._shape(past)
         past.shape = ir.Shape(shape)
         update = ir.node(UPDATE_STATE, [past, append.new, begin, end], domain=DOMAIN, name=concat.name)
-        whole = concat.outputs[0]
-        _type_as(update.outputs[0], whole.dtype)
-        update.outputs[0].shape = ir.Shape(shape)
-        graph.insert_after(concat, update)
-        convenience.replace_all_uses_with(whole, update.outputs[0])
-        graph.remove(concat, safe=True)
+        concat.outputs[0].shape = ir.Shape(shape)
+        _replace(graph, concat, update)
         return CacheTensor(str(past.name), str(append.output.name), shape)
 
     def _shape(self, past: ir.Value) -> tuple[int, ...]:
@@ -213,14 +209,9 @@ class CacheStatesPass(ir.passes.InPlacePass):
             position if axis == _TOKENS else _constant(graph, f"{past.name}.axis{axis}", [int(past.shape[axis])])  # type: ignore[arg-type]
             for axis in axes
         ]
-        answer = parts[0]
-        if len(parts) != 1:
-            joined = ir.node("Concat", parts, {"axis": 0}, name=node.name)
-            _type_as(joined.outputs[0], ir.DataType.INT64)
-            graph.insert_before(node, joined)
-            answer = joined.outputs[0]
-        convenience.replace_all_uses_with(node.outputs[0], answer)
-        graph.remove(node, safe=True)
+        attributes = {"axis": 0} if len(parts) > 1 else {}
+        answer = ir.node("Concat" if attributes else "Identity", parts, attributes, name=node.name)
+        _replace(graph, node, answer)
 
 
 def _append_of(past: ir.Value) -> _Append | None:
@@ -254,6 +245,10 @@ def _output_of(value: ir.Value) -> ir.Value | None:
     return None
 
 
+def _replace(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:
+    convenience.replace_nodes_and_values(graph, old, [old], [new], old.outputs, new.outputs)
+
+
 def _constant(graph: ir.Graph, name: str, value: list[int]) -> ir.Value:
     if name not in graph.initializers:
         tensor = ir.tensor(np.array(value, np.int64), name=name)
@@ -261,8 +256,3 @@ def _constant(graph: ir.Graph, name: str, value: list[int]) -> ir.Value:
             ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([len(value)]), const_value=tensor)
         )
     return graph.initializers[name]
-
-
-def _type_as(value: ir.Value, dtype: ir.DataType | None) -> None:
-    if dtype is not None:
-        value.type = ir.TensorType(dtype)

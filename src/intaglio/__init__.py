@@ -80,7 +80,12 @@ def compile(  # noqa: A001 - the verb's name
 
     if output is not None:
         raise InputError(f"{source}: an output folder is for ONNX files; the engines of a bundle lie in the bundle")
-    return compile_bundle(source, target, accuracy=accuracy, shapes=shapes, options=options, progress=progress)
+    finish = None
+    if target == "coreml":
+        from intaglio.runtimes.coreml_swift import finish_coreml as finish
+    return compile_bundle(
+        source, target, accuracy=accuracy, shapes=shapes, options=options, finish=finish, progress=progress
+    )
 
 
 def load(
@@ -88,26 +93,36 @@ def load(
     target: str = "cpu",
     *,
     threads: int = 0,
+    compute_units: str | None = None,
     memory_budget: int | None = None,
     keep_loaded: bool = True,
 ) -> Any:
     """Opens what ``compile`` built: a bundle as its pipeline, an ONNX file or its engine's folder as an ``OnnxModel``.
 
+    ``threads`` is of the target ``cpu``, ``compute_units`` of ``coreml``: ``all``, ``cpu``, ``cpu+gpu`` or ``cpu+ne``.
     ``memory_budget`` is what the process may come to while it paints, in bytes; without ``keep_loaded`` a picture's
     stages leave memory after their last use in each call. See ``runtimes.load.load`` and
     ``engines.model_engine.load_model`` for the errors.
     """
     from intaglio.engines.model_engine import find_model_engine, load_model
+    from intaglio.engines.target import session_options
     from intaglio.errors import InputError
 
     path = Path(source)
     if find_model_engine(path, target) is not None:
         if memory_budget is not None or not keep_loaded:
             raise InputError(f"{source}: is an ONNX model; memory_budget and keep_loaded are for picture bundles")
-        return load_model(path, target, threads=threads)
+        return load_model(path, target, **session_options(target, threads=threads, compute_units=compute_units))
     from intaglio.runtimes.load import load as load_bundle
 
-    return load_bundle(path, target, threads=threads, memory_budget=memory_budget, keep_loaded=keep_loaded)
+    return load_bundle(
+        path,
+        target,
+        threads=threads,
+        compute_units=compute_units,
+        memory_budget=memory_budget,
+        keep_loaded=keep_loaded,
+    )
 
 
 def __getattr__(name: str) -> Any:

@@ -74,11 +74,7 @@ class Blobs:
         Values of less than a byte come as uint8 (INT4: int8), one a byte. Raises EngineError if the record differs.
         """
         where = f"the blob at {offset} of {self.path}"
-        if offset % _RECORD_BYTES or not 0 < offset <= len(self._bytes) - _RECORD_BYTES:
-            raise EngineError(f"{where}: no record can lie there")
-        sentinel, code, nbytes, start, _ = _RECORD.unpack(self._bytes[offset : offset + _RECORD.size].tobytes())
-        if sentinel != _SENTINEL:
-            raise EngineError(f"{where}: the record begins with {sentinel:#x}, expected {_SENTINEL:#x}")
+        code, nbytes, start = self._record(offset)
         stored = _DTYPES.get(code)
         if stored != dtype:
             raise EngineError(f"{where}: it holds {stored or f'dtype {code}'}, the program expects {dtype}")
@@ -91,6 +87,20 @@ class Blobs:
         if dtype in SUB_BYTE:
             return unpack_bits(data, dtype, math.prod(shape)).reshape(shape)
         return np.asarray(data.view(_numpy(dtype))).reshape(shape)
+
+    def stored_bytes(self, offset: int) -> int:
+        """What the blob whose record lies at ``offset`` takes in the file, with its record. Raises EngineError."""
+        return _RECORD_BYTES + self._record(offset)[1]
+
+    def _record(self, offset: int) -> tuple[int, int, int]:
+        """The code of the dtype, the size in bytes and the offset of the data."""
+        where = f"the blob at {offset} of {self.path}"
+        if offset % _RECORD_BYTES or not 0 < offset <= len(self._bytes) - _RECORD_BYTES:
+            raise EngineError(f"{where}: no record can lie there")
+        sentinel, code, nbytes, start, _ = _RECORD.unpack(self._bytes[offset : offset + _RECORD.size].tobytes())
+        if sentinel != _SENTINEL:
+            raise EngineError(f"{where}: the record begins with {sentinel:#x}, expected {_SENTINEL:#x}")
+        return code, nbytes, start
 
 
 def unpack_bits(data: np.ndarray, dtype: str, count: int) -> np.ndarray:

@@ -43,8 +43,11 @@ class Evaluator:
         self.program = read_program(path)
         self._blobs: dict[Path, Blobs] = {}
 
-    def make_state(self, function: str = "main") -> dict[str, np.ndarray]:
-        """Zeroed buffers for the states of a function, by name, in their declared shapes and dtypes."""
+    def make_state(self, function: str | None = None) -> dict[str, np.ndarray]:
+        """Zeroed buffers for the states of a function, by name, in their declared shapes and dtypes.
+
+        Functions of one package that name a state alike share it. None is the default function.
+        """
         return {
             feature.name: np.zeros(feature.shape, NUMPY_TYPES[feature.dtype])
             for feature in self._function(function).states
@@ -53,11 +56,11 @@ class Evaluator:
     def run(
         self,
         feeds: Mapping[str, np.ndarray],
-        function: str = "main",
+        function: str | None = None,
         state: Mapping[str, np.ndarray] | None = None,
         taps: Iterable[str] = (),
     ) -> dict[str, np.ndarray]:
-        """Runs ``function`` and returns its outputs by name, then the values named in ``taps``.
+        """Runs ``function``, or the default one, and returns its outputs by name, then the values named in ``taps``.
 
         ``state`` (from :meth:`make_state`) is changed in place. Integers and floats of other widths than declared are
         converted where they fit. Raises EngineError for feeds that do not fit and for ops that are not supported.
@@ -75,10 +78,11 @@ class Evaluator:
         with np.errstate(all="ignore"):
             self._run_block(chosen.block, values, kept)
         if unknown := [name for name in taps if name not in values]:
-            raise EngineError(f"{self.program.path}: the function {function!r} has no value {unknown[0]!r} to tap")
+            raise EngineError(f"{self.program.path}: the function {chosen.name!r} has no value {unknown[0]!r} to tap")
         return {name: values[name] for name in (*chosen.block.outputs, *taps)}
 
-    def _function(self, name: str) -> Function:
+    def _function(self, name: str | None) -> Function:
+        name = self.program.default_function if name is None else name
         if name not in self.program.functions:
             raise EngineError(f"{self.program.path} has no function {name!r}; it has {sorted(self.program.functions)}")
         return self.program.functions[name]

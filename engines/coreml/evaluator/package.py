@@ -28,7 +28,8 @@ from intaglio.engines.coreml.evaluator.program import (
     Value,
     ValueType,
 )
-from intaglio.errors import EngineError, RuntimeMissingError
+from intaglio.engines.coreml.protobuf import model_class
+from intaglio.errors import EngineError
 
 _FORMAT_VERSION = "1.0.0"
 _MODEL_PATH = "@model_path/"
@@ -41,7 +42,7 @@ def read_program(path: str | Path) -> Program:
     """Reads a package. Raises EngineError for one that is damaged or is not an ML program."""
     path = Path(path)
     model_path = _model_file(path)
-    spec = _protobuf().Model()
+    spec = model_class()()
     try:
         spec.ParseFromString(model_path.read_bytes())
     except DecodeError as error:
@@ -59,17 +60,6 @@ def read_program(path: str | Path) -> Program:
         functions[name] = reader.function(name, function, description)
     default = spec.description.defaultFunctionName or "main"
     return Program(path, spec.specificationVersion, default, functions)
-
-
-def _protobuf() -> Any:
-    try:
-        from coremltools.proto import Model_pb2
-    except ImportError as error:
-        raise RuntimeMissingError(
-            f"coremltools cannot be imported ({error}). Install intaglio with its extra `coreml`: "
-            "from a checkout, pip install '.[coreml]'"
-        ) from error
-    return Model_pb2
 
 
 def _model_file(path: Path) -> Path:

@@ -10,15 +10,17 @@ What the forms of a ternary weight hold for each group of values, beside 2 bits 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
 import numpy as np
+import onnx_ir as ir
 from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import Var, types
 
+from intaglio.engines.coreml.deferred import deferred
 from intaglio.engines.coreml.node import Node
 from intaglio.engines.coreml.ops.tensors import cast, dtype_of
 from intaglio.engines.coreml.registry import converter
@@ -38,6 +40,8 @@ class WeightForm:
     float16: bool = False
 
 
+_SIGNED = {4: types.np_int4_dtype, 8: np.dtype(np.int8)}
+_UNSIGNED = {4: types.np_uint4_dtype, 8: np.dtype(np.uint8)}
 _DEFAULT = WeightForm()
 _FORM = ContextVar("form", default=_DEFAULT)
 
@@ -56,35 +60,39 @@ def packed_as(form: WeightForm) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight ``[out, in]``: codes of one byte each, scales and offsets float32 ``[out, groups]``.
+    """A weight ``[out, in]``: ``read`` gives its codes as bytes, row by row, the first in the lowest bits.
 
-    ``w = scale * (code - zero_point) + offset``; no offsets are None.
+    Scales and offsets are float32 ``[out, groups]``. ``w = scale * (code - zero_point) + offset``; no offsets are None.
     """
 
-    codes: np.ndarray
+    read: Callable[[], np.ndarray]
+    width: int
     bits: int
     zero_point: int
     scales: np.ndarray
     offsets: np.ndarray | None = None
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``[out, in]``."""
+        return self.scales.shape[0], self.width
+
 
 @converter("GroupedQuantMatMul", domain=DOMAIN)
 def GroupedQuantMatMul(node: Node) -> Var:
     x = node.input(0)
-    weight = packed_weight(node, _read(node, 1), dtype_of(x))
-    return packed_product(x, weight, node.name)
+    return packed_product(x, _shared_weight(node, 1, dtype_of(x)), node.name)
 
 
 @converter("GroupedQuantGather", domain=DOMAIN)
 def GroupedQuantGather(node: Node) -> Var:
-    table = packed_weight(node, _read(node, 1), "fp32")
-    return cast(mb.gather(x=table, indices=node.input(0), axis=0), "fp32")
+    return cast(mb.gather(x=_shared_weight(node, 1, "fp32"), indices=node.input(0), axis=0), "fp32")
 
 
 @converter("GroupedQuantDequantize", domain=DOMAIN)
 def GroupedQuantDequantize(node: Node) -> Var:
     if node.is_constant(0):
-        return cast(packed_weight(node, _read(node, 0), "fp32"), "fp32")
+        return cast(_shared_weight(node, 0, "fp32"), "fp32")
     return _dequantize_at_run_time(node)
 
 
@@ -110,18 +118,32 @@ def packed_weight(node: Node, weight: PackedWeight, dtype: str) -> Var:
     return _scaled(node, weight, narrow)
 
 
+def _shared_weight(node: Node, first: int, dtype: str) -> Var:
+    """The weight whose codes, scales and offsets are the inputs from ``first`` on; one for all that read it."""
+    key = (_FORM.get(), dtype, *(node.int(name) for name in ("bits", "group_size", "zero_point")))
+    return node.shared(range(first, first + 3), key, lambda: packed_weight(node, _read(node, first), dtype))
+
+
 def _read(node: Node, first: int) -> PackedWeight:
-    """The weight whose codes, scales and offsets are the inputs from ``first`` on."""
     layout = GroupedQuantFormat(node.int("bits"), node.int("group_size"), node.int("zero_point"))
-    codes, scales, offsets = (node.constant(first + i) for i in range(3))
-    has_offsets = offsets.ndim != 0
+    scales, offsets = node.constant(first + 1), node.constant(first + 2)
     return PackedWeight(
-        codes=unpack_codes(np.asarray(codes, np.uint8), layout.bits),
+        read=_codes(node, first),
+        width=scales.shape[1] * layout.group_size,
         bits=layout.bits,
         zero_point=layout.zero_point,
         scales=scales.astype(np.float32),
-        offsets=offsets.astype(np.float32) if has_offsets else None,
+        offsets=offsets.astype(np.float32) if offsets.ndim else None,
     )
+
+
+def _codes(node: Node, i: int) -> Callable[[], np.ndarray]:
+    """What reads the bytes of an input."""
+    stored = node.stored(i)
+    if stored is not None and stored.dtype == ir.DataType.UINT8:
+        return stored.read
+    codes = np.asarray(node.constant(i), np.uint8).ravel()
+    return lambda: codes
 
 
 def _table(node: Node, weight: PackedWeight, order: str, narrow: bool) -> Var:
@@ -130,7 +152,7 @@ def _table(node: Node, weight: PackedWeight, order: str, narrow: bool) -> Var:
     values = entries.astype(np.float32) * weight.scales[..., None]
     dtype = np.float16 if narrow or _is_exact(values) else np.float32
     scales = _held(node, weight.scales, dtype)
-    indices = weight.codes.astype(types.np_uint2_dtype)
+    indices = deferred(weight.shape, types.np_uint2_dtype, 2, weight.read)
     if order == "lut-fp16":
         return mb.constexpr_lut_to_dense(indices=indices, lut=_held(node, values, dtype)[..., None])
     if order == "lut-compact":
@@ -148,14 +170,29 @@ def _scaled(node: Node, weight: PackedWeight, narrow: bool) -> Var:
     values = entries.astype(np.float32) * weight.scales[..., None] if weight.bits == 2 else None
     dtype = np.float16 if narrow or (values is not None and _is_exact(values)) else np.float32
     scales = _held(node, weight.scales, dtype)
-    codes = weight.codes.astype(np.int16) - weight.zero_point
     bits = max(weight.bits, 4)
     if -(1 << bits - 1) <= entries.min() and entries.max() < 1 << bits - 1:
-        signed = types.np_int4_dtype if bits == 4 else np.int8
-        return mb.constexpr_blockwise_shift_scale(data=codes.astype(signed), scale=scales)
-    unsigned = types.np_uint4_dtype if bits == 4 else np.uint8
-    zero_points = np.full(scales.shape, weight.zero_point, unsigned)
-    return mb.constexpr_blockwise_shift_scale(data=weight.codes.astype(unsigned), scale=scales, offset=zero_points)
+        data = deferred(weight.shape, _SIGNED[bits], bits, _less_zero_point(weight))
+        return mb.constexpr_blockwise_shift_scale(data=data, scale=scales)
+    data = deferred(weight.shape, _UNSIGNED[bits], bits, weight.read)
+    held = {"offset": np.full(scales.shape, weight.zero_point, _UNSIGNED[bits])} if weight.zero_point else {}
+    return mb.constexpr_blockwise_shift_scale(data=data, scale=scales, **held)
+
+
+def _less_zero_point(weight: PackedWeight) -> Callable[[], np.ndarray]:
+    """Reads codes less the zero point, in two's complement: of 4 bits those of 2 bits, the others of their own."""
+    if weight.bits == 2:
+        return lambda: _widened(weight.read(), weight.zero_point)
+    # The zero point is half of the range: subtracting it turns the highest bit over.
+    highest = np.uint8(0x88 if weight.bits == 4 else 0x80)
+    return lambda: weight.read() ^ highest
+
+
+def _widened(codes: np.ndarray, zero_point: int) -> np.ndarray:
+    """Bytes of 2-bit codes to twice as many bytes of 4-bit ones, less the zero point."""
+    fields = (np.arange(256)[:, None] >> np.arange(0, 8, 2) & 3) - zero_point & 15
+    pairs = (fields[:, ::2] | fields[:, 1::2] << 4).astype(np.uint8)
+    return pairs[codes].reshape(-1)
 
 
 def _affine(node: Node, weight: PackedWeight, narrow: bool) -> Var:
@@ -169,16 +206,22 @@ def _affine(node: Node, weight: PackedWeight, narrow: bool) -> Var:
     scales = np.where(flat, weight.offsets, weight.scales)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         offsets = np.where(flat, 0.0, weight.zero_point - weight.offsets.astype(np.float64) / weight.scales)
-    codes = weight.codes
-    if flat.any():
-        width = codes.shape[1] // flat.shape[1]
-        codes = np.where(np.repeat(flat, width, axis=1), np.uint8(1), codes)
     fits = np.abs(offsets).max() <= np.finfo(np.float16).max
     dtype = np.float16 if narrow and fits else np.float32
-    kind = types.np_uint4_dtype if weight.bits <= 4 else np.uint8
-    return mb.constexpr_blockwise_shift_scale(
-        data=codes.astype(kind), scale=_held(node, scales, dtype), offset=_held(node, offsets, dtype)
+    read = _with_ones(weight, flat) if flat.any() else weight.read
+    bits = max(weight.bits, 4)
+    data = deferred(
+        weight.shape, _UNSIGNED[bits], bits, read if weight.bits > 2 else lambda: _widened(read(), zero_point=0)
     )
+    return mb.constexpr_blockwise_shift_scale(
+        data=data, scale=_held(node, scales, dtype), offset=_held(node, offsets, dtype)
+    )
+
+
+def _with_ones(weight: PackedWeight, groups: np.ndarray) -> Callable[[], np.ndarray]:
+    """Reads codes, those of some groups as 1."""
+    ones = {2: 0b01010101, 4: 0b00010001, 8: 1}[weight.bits]
+    return lambda: np.where(groups[..., None], np.uint8(ones), weight.read().reshape(*groups.shape, -1)).reshape(-1)
 
 
 def _affine_table(node: Node, weight: PackedWeight, narrow: bool) -> Var:
@@ -187,7 +230,8 @@ def _affine_table(node: Node, weight: PackedWeight, narrow: bool) -> Var:
     entries = (np.arange(4) - weight.zero_point).astype(np.float32)
     values = entries * weight.scales[..., None] + weight.offsets[..., None]
     lut = _held(node, values, np.float16 if narrow or _is_exact(values) else np.float32)
-    return mb.constexpr_lut_to_dense(indices=weight.codes.astype(types.np_uint2_dtype), lut=lut[..., None])
+    indices = deferred(weight.shape, types.np_uint2_dtype, 2, weight.read)
+    return mb.constexpr_lut_to_dense(indices=indices, lut=lut[..., None])
 
 
 def _is_exact(values: np.ndarray) -> bool:
@@ -236,12 +280,11 @@ def MatMulNBits(node: Node) -> Var:
         )
     if node.optional(4) is not None:
         node.fail("has groups in an order of their own (g_idx), which are not converted")
-    codes = unpack_codes(np.asarray(node.constant(1), np.uint8).reshape(rows, -1), bits)[:, :width]
     scales = node.constant(2).astype(np.float32).reshape(rows, -1)
     zero_points, offsets = _zero_points(node, scales, bits), None
     if isinstance(zero_points, np.ndarray):
         offsets, zero_points = -zero_points * scales, 0
-    weight = PackedWeight(codes, bits, zero_points, scales, offsets)
+    weight = PackedWeight(_codes(node, 1), width, bits, zero_points, scales, offsets)
     x, bias = node.input(0), node.optional(5)
     y = packed_product(x, packed_weight(node, weight, dtype_of(x)), node.name)
     return y if bias is None else mb.add(x=y, y=bias)

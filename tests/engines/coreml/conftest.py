@@ -1,8 +1,7 @@
-"""coremltools is imported first, and without the frameworks that it would load beside it."""
+"""coremltools is imported first: after a test that brings torch it would load that beside it."""
 
 from __future__ import annotations
 
-from intaglio.engines.coreml.coremltools_ import import_coremltools, without_frameworks
+from intaglio.engines.coreml.coremltools_ import import_coremltools
 
-with without_frameworks():
-    import_coremltools()
+import_coremltools()

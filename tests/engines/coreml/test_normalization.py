@@ -39,8 +39,17 @@ def test_layer_normalization_with_its_statistics():
 @pytest.mark.parametrize(("opset", "scales"), [(18, 3), (21, 12)])
 def test_group_normalization(opset, scales):
     check_node(
-        "GroupNormalization", [floats(2, 12, 5, 4), weight(scales), weight(scales)], opset, num_groups=3, rtol=3e-5
+        "GroupNormalization", [floats(2, 12, 5, 4), weight(scales), weight(scales)], opset, num_groups=3, rtol=3e-6
     )
+
+
+def test_group_normalization_of_float16():
+    x = (floats(2, 12, 5, 4) * 3).astype(np.float16)
+    scale, bias = ((floats(12).astype(np.float16),) for _ in range(2))
+    model, feeds = one_node("GroupNormalization", [x, scale, bias], 21, num_groups=3)
+    (ours,), (theirs,) = evaluated(model, feeds)[0], expected(model, feeds)
+    assert ours.dtype == np.float16
+    np.testing.assert_allclose(ours.astype(np.float32), theirs.astype(np.float32), rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("axis", [-1, 1])
