@@ -65,7 +65,7 @@ class BlockDequantizePass(ir.passes.InPlacePass):
 
     def _is_dense(self, packed: PackedBlocks, dtype: ir.DataType) -> bool:
         in_blocks = packed.bits_per_weight(dtype.bitwidth, _FLOAT_BITS)
-        is_dense = packed.block < SMALLEST_BLOCK or in_blocks >= dtype.bitwidth
+        is_dense = (packed.block < SMALLEST_BLOCK and not packed.is_per_row) or in_blocks >= dtype.bitwidth
         group = packed.format.group_size
         if is_dense:
             self._tell(packed, f"{packed.name}: dense {dtype.numpy().name}, as its groups of {group} fit no blocks")
@@ -124,7 +124,8 @@ class BlockDequantizePass(ir.passes.InPlacePass):
 
 def _dequantized(build: GraphBuilder, packed: PackedBlocks, dtype: ir.DataType) -> ir.Value:
     values, scales = build.initializer(packed.values()), build.initializer(packed.block_scales(dtype))
-    return build("DequantizeLinear", [values, scales], dtype, packed.shape, axis=1, block_size=packed.block)
+    layout = {"axis": 0} if packed.is_per_row else {"axis": 1, "block_size": packed.block}
+    return build("DequantizeLinear", [values, scales], dtype, packed.shape, **layout)
 
 
 def _rest_term(build: GraphBuilder, packed: PackedBlocks, x: ir.Value) -> ir.Value:

@@ -89,8 +89,7 @@ def _decompose(graph: ir.Graph, node: ir.Node) -> None:
     is_flat = query.shape is not None and query.shape.rank() == 3
     if is_flat:
         query, key, value = (
-            _split(build, each, count)
-            for each, count in ((query, heads.query), (key, heads.key), (value, heads.key))
+            _split(build, each, count) for each, count in ((query, heads.query), (key, heads.key), (value, heads.key))
         )
     scale = attribute(node, "scale", 0.0) or (None if heads.size is None else heads.size**-0.5)
     if scale is None:

@@ -66,6 +66,11 @@ class PackedBlocks:
         return math.gcd(self.format.group_size, LARGEST_BLOCK)
 
     @property
+    def is_per_row(self) -> bool:
+        """Whether a row has one scale, which needs no blocks: those of INT4 products are what targets have kernels for."""
+        return self.groups == 1 and (self.dtype == ir.DataType.INT8 or self.block < SMALLEST_BLOCK)
+
+    @property
     def has_offsets(self) -> bool:
         """Whether groups have offsets of their own."""
         return bool(len(self.offsets.shape))
@@ -90,7 +95,7 @@ class PackedBlocks:
     def bits_per_weight(self, scale_bits: int, rest_bits: int) -> float:
         """What a weight takes with scales and rests of so many bits."""
         rest = rest_bits / self.format.group_size if self.has_rest else 0.0
-        return self.dtype.bitwidth + scale_bits / self.block + rest
+        return self.dtype.bitwidth + scale_bits / (self.shape[1] if self.is_per_row else self.block) + rest
 
     def values(self) -> ir.LazyTensor:
         """INT4 or INT8 ``[out, in]``."""
@@ -112,14 +117,16 @@ class PackedBlocks:
         return ir.LazyTensor(read, self.dtype, shape, name=name)
 
     def block_scales(self, dtype: ir.DataType) -> ir.LazyTensor:
-        """``[out, in / block]`` in ``dtype``."""
+        """``[out, in / block]`` in ``dtype``, or ``[out]`` where a row has one."""
+        rows, width = self.shape
 
         def read() -> np.ndarray:
             with np.errstate(over="ignore"):  # told by rounding_of_scales
                 scales = read_tensor(self.scales).astype(dtype.numpy())
-            return np.repeat(scales, self.format.group_size // self.block, axis=1)
+            return scales[:, 0] if self.is_per_row else np.repeat(scales, self.format.group_size // self.block, axis=1)
 
-        return lazy(read, dtype, (self.shape[0], self.shape[1] // self.block), f"{self.name}.block_scales.{dtype.name}")
+        shape = (rows,) if self.is_per_row else (rows, width // self.block)
+        return lazy(read, dtype, shape, f"{self.name}.block_scales.{dtype.name}")
 
     def rests(self, dtype: ir.DataType) -> ir.LazyTensor:
         """What is added to each group, ``[out, groups]`` in ``dtype``."""
@@ -175,8 +182,6 @@ class PackedBlocks:
         return np.asarray(table).astype(np.dtype("<u2") if bits == 2 else np.uint8)
 
 
-def lazy(
-    read: Callable[[], np.ndarray], dtype: ir.DataType, shape: tuple[int, ...], name: str
-) -> ir.LazyTensor:
+def lazy(read: Callable[[], np.ndarray], dtype: ir.DataType, shape: tuple[int, ...], name: str) -> ir.LazyTensor:
     """A tensor whose values ``read`` gives whenever they are asked for."""
     return ir.LazyTensor(lambda: ir.Tensor(read(), dtype=dtype, name=name), dtype, ir.Shape(shape), name=name)
