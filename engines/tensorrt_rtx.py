@@ -22,7 +22,7 @@ from intaglio.kernels.grouped_quant import DOMAIN
 if TYPE_CHECKING:
     from intaglio.engines.identity import Identity
     from intaglio.engines.onnx_file import OnnxFile
-    from intaglio.engines.shapes import Interface, Tensor
+    from intaglio.engines.shapes import Tensor
     from intaglio.exporters.bundle import Dim, StageInfo
     from intaglio.progress import ProgressCallback
 
@@ -53,8 +53,9 @@ def device() -> str:
 
 def check_options(options: Mapping[str, str], sets_of_sizes: int) -> dict[str, str]:
     """The options with their defaults. Raises InputError."""
-    sm = read_rtx_options(options).sm
-    return {"sm": ",".join(map(str, sm))} if sm else {}
+    read = read_rtx_options(options)
+    checked = {"sm": ",".join(map(str, read.sm)), "dtype": read.dtype or ""}
+    return {name: value for name, value in checked.items() if value}
 
 
 def fit_dims(dims: Mapping[str, Dim], declared: Mapping[str, Dim]) -> dict[str, Dim]:

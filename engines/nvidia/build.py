@@ -12,9 +12,12 @@ from typing import Any
 import onnx_ir as ir
 
 from intaglio.engines.child import REFUSED, say_progress
+from intaglio.engines.graph_stats import activation_dtype, count_nodes
+from intaglio.engines.lowering.external_weights import write_graph
+from intaglio.engines.lowering.narrow_dtype import NarrowDtypePass
 from intaglio.engines.memory import peak_rss_bytes
 from intaglio.engines.nvidia.bindings import import_tensorrt_rtx
-from intaglio.engines.nvidia.lower import lower, save_lowered
+from intaglio.engines.nvidia.lower import lower
 from intaglio.engines.nvidia.options import BFLOAT16_SINCE, INT4_SINCE, RtxOptions
 from intaglio.engines.nvidia.profiles import Range, profile
 from intaglio.engines.nvidia.stats import handed_over
@@ -31,16 +34,28 @@ def build(graph: Path, artifact: Path, profiles: Sequence[Mapping[str, Range]], 
         model = ir.load(graph)
     except Exception as error:  # protobuf's and onnx_ir's own
         raise CompileError(f"{graph}: cannot be read as ONNX ({error})") from error
-    notes = lower(model, graph.stem)
+    notes = []
+    attentions = count_nodes(model, "Attention")
+    if options.dtype is not None and activation_dtype(model) == "float32":
+        narrow = NarrowDtypePass(ir.DataType.FLOAT16)
+        narrow(model)
+        notes += [f"{name} stays float32: {reason}" for name, reason in narrow.kept.items()]
+    notes += lower(model, "tensorrt-rtx")
     handed = handed_over(model)
     _check_capabilities(graph.stem, handed.dtypes, options.sm)
     with tempfile.TemporaryDirectory(prefix=".lowered-", dir=artifact.parent) as folder:
         lowered = Path(folder) / f"{graph.stem}.onnx"
-        save_lowered(model, lowered)
+        write_graph(model, lowered)
         del model
         plan = _build_plan(graph.stem, lowered, profiles, options)
         artifact.write_bytes(plan)
-    return {**handed.for_report(), "notes": notes, "engine_bytes": artifact.stat().st_size}
+    return {
+        **handed.for_report(),
+        "attention_total": attentions,
+        "fallbacks": {},
+        "notes": notes,
+        "package_bytes": artifact.stat().st_size,
+    }
 
 
 def _check_capabilities(name: str, dtypes: Sequence[str], sm: Sequence[int]) -> None:
@@ -52,9 +67,7 @@ def _check_capabilities(name: str, dtypes: Sequence[str], sm: Sequence[int]) -> 
             )
 
 
-def _build_plan(
-    name: str, lowered: Path, profiles: Sequence[Mapping[str, Range]], options: RtxOptions
-) -> memoryview:
+def _build_plan(name: str, lowered: Path, profiles: Sequence[Mapping[str, Range]], options: RtxOptions) -> memoryview:
     trt = import_tensorrt_rtx()
     said: list[str] = []
     builder = trt.Builder(_logger(trt, said))
@@ -73,7 +86,9 @@ def _build_plan(
         config.add_optimization_profile(_profile(builder, network, ranges, name))
     plan = builder.build_serialized_network(network, config)
     if plan is None:
-        raise CompileError(f"{name}: TensorRT cannot build it: {'; '.join(said[-_MOST_SAID:]) or 'it does not say why'}")
+        raise CompileError(
+            f"{name}: TensorRT cannot build it: {'; '.join(said[-_MOST_SAID:]) or 'it does not say why'}"
+        )
     return memoryview(plan)
 
 
