@@ -14,7 +14,7 @@ import onnx_ir as ir
 from intaglio.engines.child import REFUSED, say_progress
 from intaglio.engines.graph_stats import activation_dtype, count_nodes
 from intaglio.engines.lowering.external_weights import write_graph
-from intaglio.engines.lowering.narrow_dtype import NarrowDtypePass
+from intaglio.engines.lowering.narrow_dtype import NarrowDtypePass, broken_constants
 from intaglio.engines.memory import peak_rss_bytes
 from intaglio.engines.nvidia.bindings import import_tensorrt_rtx
 from intaglio.engines.nvidia.lower import lower
@@ -30,32 +30,37 @@ _MOST_SAID = 3
 
 def build(graph: Path, artifact: Path, profiles: Sequence[Mapping[str, Range]], options: RtxOptions) -> dict[str, Any]:
     """Lowers ``graph`` and builds ``artifact`` of it; what the report says. Raises CompileError."""
-    try:
-        model = ir.load(graph)
-    except Exception as error:  # protobuf's and onnx_ir's own
-        raise CompileError(f"{graph}: cannot be read as ONNX ({error})") from error
-    notes = []
-    attentions = count_nodes(model, "Attention")
-    if options.dtype is not None and activation_dtype(model) == "float32":
-        narrow = NarrowDtypePass(ir.DataType.FLOAT16)
-        narrow(model)
-        notes += [f"{name} stays float32: {reason}" for name, reason in narrow.kept.items()]
-    notes += lower(model, "tensorrt-rtx")
+    model, notes = lowered_model(graph, options)
     handed = handed_over(model)
     _check_capabilities(graph.stem, handed.dtypes, options.sm)
     with tempfile.TemporaryDirectory(prefix=".lowered-", dir=artifact.parent) as folder:
         lowered = Path(folder) / f"{graph.stem}.onnx"
         write_graph(model, lowered)
         del model
-        plan = _build_plan(graph.stem, lowered, profiles, options)
-        artifact.write_bytes(plan)
+        artifact.write_bytes(_build_plan(graph.stem, lowered, profiles, options))
     return {
         **handed.for_report(),
-        "attention_total": attentions,
+        # Lowering takes apart those that have no kernel.
+        "attention_total": count_nodes(ir.load(graph), "Attention"),
         "fallbacks": {},
         "notes": notes,
         "package_bytes": artifact.stat().st_size,
     }
+
+
+def lowered_model(graph: Path, options: RtxOptions) -> tuple[ir.Model, list[str]]:
+    """The portable ``graph`` as TensorRT is given it, and what the report says of that. Raises CompileError."""
+    try:
+        model = ir.load(graph)
+    except Exception as error:  # protobuf's and onnx_ir's own
+        raise CompileError(f"{graph}: cannot be read as ONNX ({error})") from error
+    notes = [f"{name}: {reason}" for name, reason in broken_constants(model.graph).items()]
+    if options.dtype is not None and activation_dtype(model) == "float32":
+        narrow = NarrowDtypePass(ir.DataType.FLOAT16)
+        narrow(model)
+        notes += [f"{name} stays float32: {reason}" for name, reason in narrow.kept.items()]
+    notes += lower(model, "tensorrt-rtx")
+    return model, notes
 
 
 def _check_capabilities(name: str, dtypes: Sequence[str], sm: Sequence[int]) -> None:
