@@ -78,8 +78,8 @@ class Build:
         if has_cache(model) and {"past_sequence", "sequence"} <= shapes.keys():
             if depends_on_call_length(model):
                 self.notes.append(
-                    "rotary embeddings stretch with the text: beyond the length that the model was trained for, a prompt "
-                    f"in chunks of {CHUNK} tokens gives other numbers than one taken whole"
+                    "rotary embeddings stretch with the text: beyond the length that the model was trained for, a "
+                    f"prompt in chunks of {CHUNK} tokens gives other numbers than one taken whole"
                 )
             yield from self._with_cache(conversion_dims(shapes, names), shapes)
             return
