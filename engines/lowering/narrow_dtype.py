@@ -107,7 +107,7 @@ def _complete_dtypes(graph: ir.Graph) -> None:
         for value in node.outputs:
             if value.dtype is not None:
                 continue
-            read = [v.dtype for v in node.inputs if v is not None and v.dtype is not None]
+            read: list[ir.DataType] = [v.dtype for v in node.inputs if v is not None and v.dtype is not None]
             floats = [dtype for dtype in read if dtype.is_floating_point()]
             if not read:
                 raise CompileError(
@@ -215,7 +215,7 @@ class _Narrowing:
         assert held is not None
         half = ir.Value(name=f"{value.name}.float16", type=ir.TensorType(_HALF), shape=value.shape)
         half.const_value = ir.LazyTensor(
-            lambda: ir.tensor(_rounded(held), name=half.name), _HALF, ir.Shape(list(held.shape)), name=half.name
+            lambda: ir.tensor(_rounded(held), name=half.name), _HALF, value.shape or ir.Shape([]), name=half.name
         )
         self._graph.register_initializer(half)
         return half

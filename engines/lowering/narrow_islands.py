@@ -58,6 +58,7 @@ _ISLANDS = {
 _BOUNDED = {"Sigmoid", "HardSigmoid", "Tanh", "Cos", "Sin", "Erf", "Sign", "Softsign", "Atan", "Log"}
 # Beside a reduction, these are part of it: a square or an exponential overflows where their mean does not.
 _INTO_REDUCTIONS = {"Pow", "Abs", "Exp"}
+_MASK = 3  # among the inputs of Attention
 _ROOTS = {"Sqrt", "Pow", "Rsqrt"}
 _CONTRIB = {
     "FusedMatMul", "MatMulNBits", "Gelu", "FastGelu", "BiasGelu", "QuickGelu", "SkipLayerNormalization",
@@ -93,12 +94,19 @@ class Islands:
 
     def signature(self, node: ir.Node) -> tuple[list[bool], list[bool]]:
         """Which inputs and outputs of a node may be float16 in place of float32."""
+        inputs, outputs = self._signature(node)
+        mask = _float_mask(node)
+        if mask is not None and self.kind(mask) is Kind.BEYOND:
+            inputs[_MASK] = False  # it may have a dtype of its own
+        return inputs, outputs
+
+    def _signature(self, node: ir.Node) -> tuple[list[bool], list[bool]]:
         return _signature(node, self._opsets.get("" if node.domain == "ai.onnx" else node.domain, 1))
 
     def _judge(self, node: ir.Node) -> tuple[bool, Kind]:
         """Whether a node stays float32, and what it gives."""
         floats = [v for v in node.inputs if v is not None and v.dtype == ir.DataType.FLOAT]
-        kinds = {self.kind(value) for value in floats} - {Kind.CONSTANT}
+        kinds = {self.kind(value) for value in floats if value is not _float_mask(node)} - {Kind.CONSTANT}
         if _has_graphs(node):
             return True, Kind.PLAIN
         if not floats:
@@ -159,6 +167,11 @@ class Islands:
                 return f"reads {value.name!r}, which holds {lost}"
         if node.op_type == "GroupedQuantMatMul":
             return self._unheld_scales(node)
+        if node.op_type == "Div" and (divisor := constant_of(node.inputs[1])) is not None:
+            # Compilers multiply by the reciprocal.
+            with np.errstate(divide="ignore"):
+                lost = lost_in_float16(1 / divisor.astype(np.float32))
+            return f"divides by {node.inputs[1].name!r}, whose reciprocal is {lost}" if lost else None
         return None
 
     def _unheld_scales(self, node: ir.Node) -> str | None:
@@ -254,6 +267,13 @@ def _is_constant(value: ir.Value) -> bool:
     return bool(floats) and all(_is_constant(v) for v in floats)
 
 
+def _float_mask(node: ir.Node) -> ir.Value | None:
+    """What an attention adds to its scores."""
+    is_masked = node.op_type == "Attention" and not node.domain and len(node.inputs) > _MASK
+    mask = node.inputs[_MASK] if is_masked else None
+    return mask if mask is not None and mask.dtype == ir.DataType.FLOAT else None
+
+
 def _is_head(node: ir.Node) -> bool:
     """Whether a quantized product, which is float32 inside, makes an output: that of logits is not rounded."""
     return node.op_type == "GroupedQuantMatMul" and node.outputs[0].is_graph_output() and not node.outputs[0].uses()
@@ -289,7 +309,7 @@ def _signature(node: ir.Node, opset: int) -> tuple[list[bool], list[bool]]:
     formal = _formal(node.op_type, opset)
     if formal is None:
         return [False] * inputs, [False] * outputs
-    return tuple([_at(side, i) for i in range(n)] for side, n in zip(formal, (inputs, outputs), strict=True))  # type: ignore[return-value]
+    return [_at(formal[0], i) for i in range(inputs)], [_at(formal[1], i) for i in range(outputs)]
 
 
 def _is_stored(value: ir.Value) -> bool:

@@ -175,18 +175,17 @@ def test_a_mask_that_float16_holds_is_applied_as_it_is() -> None:
     assert not kept
 
 
-def test_an_attention_with_such_a_mask_stays_float32() -> None:
+def test_an_attention_takes_such_a_mask_as_it_is() -> None:
     text = """g (float[1,2,s,8] q, float[1,1,s,s] m) => (float[1,2,s,8] y) <float least = {-3.4e38}> {
         a = Mul(m, least) t = Attention(q, q, q, a) y = Neg(t)
     }"""
-    mask = np.zeros((1, 1, 4, 4), np.float32)
-    mask[..., 0, :] = 1
-    _, kept = check(model(text, 23), {"q": floats(1, 2, 4, 8), "m": mask})
-    assert set(kept) >= {"a", "t"}
-    result, _ = narrowed(model(text.replace("Mul(m, least)", "Neg(m)"), 23))
-    (attention,) = (node for node in result.graph if node.op_type == "Attention")
-    assert attention.outputs[0].dtype == HALF
-    assert attention.attributes["softmax_precision"].value == FLOAT
+    for changed, mask in ((text, FLOAT), (text.replace("Mul(m, least)", "Neg(m)"), HALF)):
+        result, narrow = narrowed(model(changed, 23))
+        (attention,) = (node for node in result.graph if node.op_type == "Attention")
+        assert [value.dtype for value in attention.inputs if value is not None] == [HALF, HALF, HALF, mask]
+        assert dtypes(result)["y"] == HALF
+        assert attention.attributes["softmax_precision"].value == FLOAT
+        assert set(narrow.kept) == ({"a"} if mask == FLOAT else set())
 
 
 def test_weights_that_float16_does_not_hold() -> None:
@@ -197,6 +196,13 @@ def test_weights_that_float16_does_not_hold() -> None:
     assert "'w'" in kept["z"]
     assert "70000, beyond 65504" in kept["z"]
     assert dtypes(result) == {"z": FLOAT, "t": FLOAT, "y": HALF}
+
+
+def test_divisors_whose_reciprocal_float16_does_not_hold() -> None:
+    text = "g (float[b,8] x) => (float[b,8] y) <float s = {60001}, float t = {255}> { a = Div(x, t) y = Div(a, s) }"
+    result, kept = check(model(text), {"x": floats(3, 8, scale=1e4)})
+    assert dtypes(result) == {"a": HALF, "y": FLOAT}
+    assert "reciprocal" in kept["y"]
 
 
 def test_small_numbers() -> None:
