@@ -32,8 +32,8 @@ class NarrowDtypePass(ir.passes.InPlacePass):
        integers alone (positions, angles, masks), a quantized product that makes an output of the graph (logits).
     3. A residual sum whose branch is gated is clipped to finite values, as our float16 graphs clip it.
     4. What reads a constant that float16 does not hold, and what reads that, stays float32 up to where a softmax, a
-       norm or the like makes it small again. ``kept`` has such nodes, and those whose op has no float16, by name with
-       the reason.
+       norm or the like makes it small again, or a sum large. ``kept`` has such nodes, and those whose op has no
+       float16, by name with the reason. An Attention takes such a mask in float32 and is float16 otherwise.
 
     ``broken`` has what a graph's own float16 constants have lost already: see :func:`broken_constants`. Functions other
     than ours are inlined. Raises CompileError where a dtype is not known.

@@ -32,7 +32,8 @@ class Kind(enum.Enum):
     STATISTIC = "a sum or mean of activations, or computed of such"
     ROOT = "the root of a statistic, which activations are divided by"
     CENTRED = "an activation on the way to or from a statistic"
-    BEYOND = "may hold what float16 does not, since a constant did"
+    BEYOND = "may hold what is too large for float16, since a constant did"
+    TINY = "may hold what is too small for float16, since a constant did"
     PLAIN = "an activation"
 
 
@@ -58,7 +59,11 @@ _ISLANDS = {
 _BOUNDED = {"Sigmoid", "HardSigmoid", "Tanh", "Cos", "Sin", "Erf", "Sign", "Softsign", "Atan", "Log"}
 # Beside a reduction, these are part of it: a square or an exponential overflows where their mean does not.
 _INTO_REDUCTIONS = {"Pow", "Abs", "Exp"}
-_MASK = 3  # among the inputs of Attention
+_GUARDED = {"Sqrt", "Rsqrt", "Reciprocal", "Pow", "Log"}
+_SUMS = {"Add", "Sub", "Where", "Concat"}
+_UNHELD = {Kind.BEYOND, Kind.TINY}
+_BEYOND = "beyond 65504"
+_BIAS, _MASK = 2, 3  # among the inputs of Conv and Gemm, and of Attention
 _ROOTS = {"Sqrt", "Pow", "Rsqrt"}
 _CONTRIB = {
     "FusedMatMul", "MatMulNBits", "Gelu", "FastGelu", "BiasGelu", "QuickGelu", "SkipLayerNormalization",
@@ -123,10 +128,10 @@ class Islands:
         if not takes or node.op_type in _ISLANDS or _is_head(node):
             return True, Kind.PLAIN
         if node.op_type in _REDUCTIONS:
-            if Kind.BEYOND in kinds:
-                return True, Kind.BEYOND
+            if kinds & _UNHELD:
+                return True, Kind.BEYOND if Kind.BEYOND in kinds else Kind.TINY
             return True, Kind.ROOT if node.op_type == "ReduceL2" else Kind.STATISTIC
-        if lost or Kind.BEYOND in kinds:
+        if lost or kinds & _UNHELD:
             return self._beyond(node, kinds, lost)
         if node.op_type in _PRODUCTS or node.op_type in _NORMS:
             return False, Kind.PLAIN
@@ -152,7 +157,11 @@ class Islands:
             return True, Kind.PLAIN
         if lost and Kind.BEYOND not in kinds and kinds & {Kind.STATISTIC, Kind.ROOT, Kind.CENTRED}:
             return _elementwise(node, kinds, in_reduction=False)  # the epsilon of a norm
-        return True, Kind.BEYOND
+        if Kind.BEYOND in kinds or (lost and _BEYOND in lost):
+            return True, Kind.BEYOND
+        # Beside activations, what is tiny adds little to them.
+        ends = node.op_type in _SUMS and kinds - {Kind.TINY} and not lost
+        return True, Kind.PLAIN if ends else Kind.TINY
 
     def _unheld(self, node: ir.Node, floats: list[ir.Value]) -> str | None:
         """What float16 would lose of the constants and attributes that a node reads."""
@@ -162,8 +171,7 @@ class Islands:
                 return f"has the epsilon {epsilon:g}, which float16 does not hold"
         for value in floats if node.domain != DOMAIN else []:
             lost = self._lost_of(value)
-            # A bound that no float16 reaches is none, in float16 as well.
-            if lost and not (node.op_type in ("Clip", "Max", "Min") and "beyond" in lost):
+            if lost and not _is_harmless(node, value, lost):
                 return f"reads {value.name!r}, which holds {lost}"
         if node.op_type == "GroupedQuantMatMul":
             return self._unheld_scales(node)
@@ -194,6 +202,20 @@ class Islands:
         self.kept.setdefault(name, f"{node.op_type} {why}")
 
 
+def _is_harmless(node: ir.Node, constant: ir.Value, lost: str) -> bool:
+    """Whether a constant that float16 does not hold makes no difference to a node."""
+    if _BEYOND in lost:
+        # A bound that no float16 reaches is none, in float16 as well.
+        return node.op_type in ("Clip", "Max", "Min")
+    if node.op_type in ("Conv", "ConvTranspose", "Gemm"):
+        return len(node.inputs) > _BIAS and constant is node.inputs[_BIAS]
+    if node.op_type not in _SUMS:
+        return False
+    # Little is added, unless it is what keeps a divisor, a root or a logarithm from zero.
+    users = [use for output in node.outputs for use in output.uses()]
+    return not any(u.node.op_type in _GUARDED or (u.node.op_type == "Div" and u.idx == 1) for u in users)
+
+
 def lost_in_float16(array: np.ndarray) -> str | None:
     """What float16 does not hold of a float32 constant, in words; None if it holds it.
 
@@ -207,7 +229,7 @@ def lost_in_float16(array: np.ndarray) -> str | None:
     largest = float(finite.max(initial=0.0))
     if largest > _MAX:
         worst = array.flat[int(np.argmax(np.where(np.isfinite(magnitude), magnitude, 0)))]
-        return f"{worst:g}, beyond 65504"
+        return f"{worst:g}, {_BEYOND}"
     if 0 < largest < _LEAST_NORMAL:
         held = finite.astype(np.float16).astype(np.float32)
         if np.any(np.abs(held - finite) > _ROUNDING * finite):
@@ -244,7 +266,7 @@ def _from_integers(node: ir.Node, islands: Islands) -> tuple[bool, Kind]:
         lost = None if value is None or value.dtype != ir.DataType.FLOAT else lost_in_float16(value.numpy())
         if lost:
             islands._keep(node, f"makes {lost}")
-            return True, Kind.BEYOND
+            return True, Kind.BEYOND if _BEYOND in lost else Kind.TINY
         return True, Kind.SMALL
     if node.domain == DOMAIN or node.op_type.startswith("Random"):
         return True, Kind.PLAIN

@@ -215,6 +215,21 @@ def test_small_numbers() -> None:
     assert lost_in_float16(np.array(2.0**-20, np.float32)) is None
 
 
+def test_little_that_is_added_is_no_matter_and_what_guards_a_divisor_is() -> None:
+    text = """g (float[b,8] x) => (float[b,8] y)
+        <float[1] bias = {2.6e-6}, float[8] gamma = {1e-6, 2e-6, 1e-6, 1e-6, 0, 0, 1e-6, 0}> {
+        a = Add(x, bias) m = Mul(a, gamma) r = Add(x, m) y = Neg(r)
+    }"""
+    result, kept = check(model(text), {"x": floats(3, 8)})
+    assert dtypes(result) == {"a": HALF, "m": FLOAT, "r": FLOAT, "y": HALF}
+    assert set(kept) == {"m", "r"}
+    guarded = "g (float[b,8] x) => (float[b,8] y) <float e = {1e-9}> { a = Abs(x) d = Add(a, e) y = Div(x, d) }"
+    x = floats(3, 8)
+    x[0] = 0
+    result, kept = check(model(guarded), {"x": x})
+    assert set(kept) == {"d", "y"}
+
+
 def test_bounds_that_no_float16_reaches_are_none() -> None:
     text = """g (float[b,8] x) => (float[b,8] y) <float low = {0.0}, float high = {3.4e38}, float least = {-1e30}> {
         a = Clip(x, low, high) y = Max(a, least)

@@ -153,7 +153,8 @@ def _mask(node: Node, query: Var, key: Var, past_key: Var | None) -> _Mask:
         blind = visible.val is None or bool((~visible.val.any(axis=-1)).any())
         return _Mask(visible, blind)
     if dtype_of(given) != dtype_of(query):
-        # What hides a key in float32 must not become infinite: a row of such would be NaN.
+        # What hides a key in float32 must not become infinite: a row of such would be NaN. As it is, a query that may
+        # see nothing sees all keys by their scores, where float32 would have it see all alike.
         given = mb.clip(x=cast(given, "fp32"), alpha=np.float32(-_HIDDEN), beta=np.float32(_HIDDEN))
     given = cast(given, dtype_of(query))
     if rules is not None:
