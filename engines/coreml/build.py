@@ -29,6 +29,7 @@ from intaglio.engines.coreml.sizes import conversion_dims, function_name
 from intaglio.engines.coreml.states import convert_with_cache, has_cache
 from intaglio.engines.coreml.stats import weight_stats
 from intaglio.engines.graph_stats import activation_dtype, count_nodes
+from intaglio.engines.lowering.narrow_dtype import NarrowDtypePass, broken_constants
 from intaglio.engines.memory import peak_rss_bytes
 from intaglio.engines.model_build import check_model
 from intaglio.errors import CompileError, IntaglioError
@@ -119,9 +120,8 @@ class Build:
         self.attentions_of_graph = count_nodes(model, "Attention")
         asked = activation_dtype(model)
         self.dtype = asked if asked != "bfloat16" else "float32 (widened from bfloat16)"
+        self._note(f"{name}: {reason}" for name, reason in broken_constants(model.graph).items())
         if self.options.dtype == "float16" and asked == "float32":
-            from intaglio.engines.lowering.narrow_dtype import NarrowDtypePass
-
             narrow = NarrowDtypePass(ir.DataType.FLOAT16)
             narrow(model)
             self.dtype = "float16 (narrowed from float32)"

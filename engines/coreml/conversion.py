@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import (
     InlinePass,
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from intaglio.engines.coreml.registry import Converter
 
 MAX_RANK = 5
+# Before it, ops broadcast by attributes of their own; onnxruntime begins there too.
+_OLDEST_OPSET = 7
 _TINY_FLOATS = frozenset(d for d in ir.DataType if d.is_floating_point() and d.bitwidth <= 8)
 # Other floats are taken and given as float32, and all else as int32.
 _INTERFACE = {ir.DataType.FLOAT16: "fp16"}
@@ -91,8 +95,26 @@ def convert(
     conversion, which then are inputs no more. Raises CompileError, RuntimeMissingError.
     """
     converters = load_converters()
-    _prepare(model, where, converters)
-    return Conversion(model, where, converters, dims or {}, constants or {}).run()
+    _check_opset(model, where)
+    try:
+        _prepare(model, where, converters)
+        return Conversion(model, where, converters, dims or {}, constants or {}).run()
+    except RecursionError as error:
+        raise CompileError(
+            f"{where}: its subgraphs or functions are nested too deeply to be converted; "
+            "flatten the graph, or compile for another target, such as cpu"
+        ) from error
+
+
+def _check_opset(model: ir.Model, where: str) -> None:
+    imports = model.graph.opset_imports
+    version = imports.get("", imports.get("ai.onnx"))
+    newest = onnx.defs.onnx_opset_version()
+    if version is not None and not _OLDEST_OPSET <= version <= newest:
+        raise CompileError(
+            f"{where}: is of opset {version}, expected {_OLDEST_OPSET} to {newest}; convert it with "
+            "onnx.version_converter, or export it for an opset between"
+        )
 
 
 def _prepare(model: ir.Model, where: str, converters: Mapping[tuple[str, str], Converter]) -> None:
@@ -107,11 +129,19 @@ def _prepare(model: ir.Model, where: str, converters: Mapping[tuple[str, str], C
     try:
         for each in passes:
             each(model)
+    except RecursionError:
+        raise
     except Exception as error:
         raise CompileError(f"{where}: cannot be prepared for Core ML: {error}") from error
-    # It only adds dtypes; where it cannot, those that MIL infers are taken.
-    with contextlib.suppress(Exception):
-        ShapeInferencePass(check_type=False, strict_mode=False)(model)
+    # It only adds dtypes; where it cannot, which it would log, those that MIL infers are taken.
+    logger = logging.getLogger("onnx_ir.passes.common")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with contextlib.suppress(Exception):
+            ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(model)
+    finally:
+        logger.setLevel(level)
 
 
 class Conversion:
@@ -171,8 +201,8 @@ class Conversion:
             if self._weight_of(value) is None and _is_empty(value):
                 self._fail(f"the input {value.name!r} has the shape {value.shape}, and Core ML holds no empty tensors")
             if array is None:
-                who = "an output" if node is None else self.describe(node._node)
-                raise CompileError(f"{self._where}: {who} reads {value.name!r}, which nothing in the graph makes")
+                who = f"{self._where}: an output" if node is None else self.describe(node._node)
+                raise CompileError(f"{who} reads {value.name!r}, which nothing before it makes; repair the graph")
             self._vars[value] = mb.const(
                 val=large(self._narrow(value, array)), name=self.unique_name(value.name or "const")
             )
@@ -280,7 +310,7 @@ class Conversion:
             raise
         except Exception as error:  # coremltools' own checks raise whatever comes
             raise CompileError(
-                f"{self.describe(node)} cannot be built: coremltools says {type(error).__name__}: {error}; "
+                f"{self.describe(node)} cannot be built with {self._inputs(node)}: {type(error).__name__}: {error}; "
                 "change the graph before compiling, or compile for another target, such as cpu"
             ) from error
         self._nodes += 1
@@ -290,10 +320,22 @@ class Conversion:
                 continue
             if var.val is None and 0 in var.shape:
                 seen.fail(f"gives {value.name!r} the shape {list(var.shape)}, and Core ML holds no empty tensors")
+            if any(isinstance(size, (int, np.integer)) and not 0 <= size < 2**31 for size in var.shape):
+                seen.fail(f"gives {value.name!r} the shape {list(var.shape)}, and Core ML's sizes are of 31 bits")
             self._vars[value] = var
         for value in node.outputs[len(outputs) :]:
             if value.uses() or value.is_graph_output():
                 seen.fail(f"gives a further output {value.name!r}, which is not converted")
+
+    def _inputs(self, node: ir.Node) -> str:
+        """The shapes and dtypes of a node's inputs, as far as they are known."""
+        said = []
+        for value in node.inputs:
+            if value is not None and value in self._vars:
+                var = self._vars[value]
+                sizes = ", ".join(str(size) for size in var.shape)
+                said.append(f"{value.name} {_dtype_of(var).name.lower()}[{sizes}]")
+        return f"the inputs {', '.join(said)}" if said else "its inputs"
 
     def _refuse_unknown_ops(self) -> None:
         unknown: dict[str, ir.Node] = {}
@@ -349,6 +391,8 @@ class Conversion:
 
     def _input(self, value: ir.Value) -> Port:
         name, dtype = str(value.name), value.dtype
+        if value.type is not None and not isinstance(value.type, ir.TensorType):
+            self._fail(f"the input {name!r} is no tensor but {value.type}, and Core ML has only tensors")
         if dtype is None or value.shape is None:
             self._fail(f"the input {name!r} has no dtype or no rank; Core ML must know both")
         if dtype in (ir.DataType.STRING, ir.DataType.COMPLEX64, ir.DataType.COMPLEX128) or dtype in _TINY_FLOATS:

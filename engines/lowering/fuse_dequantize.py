@@ -64,9 +64,7 @@ def _join(graph: ir.Graph, node: ir.Node, opset: int) -> bool:
     return False
 
 
-def _along_one_axis(
-    arrays: Sequence[np.ndarray | None], shape: Sequence[int]
-) -> tuple[int, list[np.ndarray]] | None:
+def _along_one_axis(arrays: Sequence[np.ndarray | None], shape: Sequence[int]) -> tuple[int, list[np.ndarray]] | None:
     """The axis of ``shape`` along which the arrays vary, and they as vectors or, if none varies, as scalars."""
     known = [array for array in arrays if array is not None and array.ndim <= len(shape)]
     if len(known) < len(arrays):
