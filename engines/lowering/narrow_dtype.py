@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,10 +11,10 @@ from onnx_ir.passes.common import (
     LiftConstantsToInitializersPass,
     RemoveInitializersFromInputsPass,
     RemoveUnusedNodesPass,
-    ShapeInferencePass,
 )
 
 from intaglio.engines.lowering.fuse_nodes import constant_of, is_standard, modulates, only_consumer, same_shape
+from intaglio.engines.lowering.infer_shapes import infer_shapes
 from intaglio.engines.lowering.narrow_islands import Islands, Kind, forget
 from intaglio.errors import CompileError
 from intaglio.kernels.grouped_quant import DOMAIN
@@ -93,12 +92,13 @@ def _is_rooted(node: ir.Node) -> bool:
 
 
 def _prepare(model: ir.Model) -> None:
-    InlinePass(criteria=lambda function: function.domain != DOMAIN)(model)
-    RemoveInitializersFromInputsPass()(model)
-    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    # It only adds dtypes and shapes; those that it cannot are inferred below, or asked for.
-    with contextlib.suppress(Exception):
-        ShapeInferencePass(check_type=False, strict_mode=False)(model)
+    try:
+        InlinePass(criteria=lambda function: function.domain != DOMAIN)(model)
+        RemoveInitializersFromInputsPass()(model)
+        LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    except Exception as error:  # onnx_ir's own, and recursion
+        raise CompileError(f"the graph cannot be prepared for narrowing: {type(error).__name__}: {error}") from error
+    infer_shapes(model)  # what it cannot is inferred below, or asked for
 
 
 def _complete_dtypes(graph: ir.Graph) -> None:
@@ -276,7 +276,7 @@ def _clip(graph: ir.Graph, value: ir.Value) -> None:
     node = value.producer()
     assert node is not None
     clipped = clip.outputs[0]
-    clipped.dtype, clipped.shape = value.dtype, value.shape
+    clipped.dtype, clipped.shape = _HALF, value.shape
     value.replace_all_uses_with(clipped, replace_graph_outputs=True)
     clip.replace_input_with(0, value)
     clipped.name, value.name = value.name, f"{value.name}.unclipped"

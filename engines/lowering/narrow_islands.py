@@ -179,7 +179,7 @@ class Islands:
             # Compilers multiply by the reciprocal.
             with np.errstate(divide="ignore"):
                 lost = lost_in_float16(1 / divisor.astype(np.float32))
-            return f"divides by {node.inputs[1].name!r}, whose reciprocal is {lost}" if lost else None
+            return f"divides by a constant whose reciprocal is {lost}" if lost else None
         return None
 
     def _unheld_scales(self, node: ir.Node) -> str | None:
