@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,6 @@ from onnx_ir.passes.common import (
     LiftConstantsToInitializersPass,
     RemoveInitializersFromInputsPass,
     RemoveUnusedNodesPass,
-    ShapeInferencePass,
 )
 
 from intaglio.engines.coreml.constants import to_mil
@@ -26,6 +24,7 @@ from intaglio.engines.coreml.node import Node
 from intaglio.engines.coreml.registry import UPDATE_STATE, load_converters
 from intaglio.engines.lowering.fuse_dequantize import FuseDequantizePass
 from intaglio.engines.lowering.fuse_gather import FuseGatherPass
+from intaglio.engines.lowering.infer_shapes import infer_shapes
 from intaglio.errors import CompileError
 from intaglio.exporters.bundle import Dim
 from intaglio.kernels.grouped_quant import DOMAIN
@@ -133,15 +132,7 @@ def _prepare(model: ir.Model, where: str, converters: Mapping[tuple[str, str], C
         raise
     except Exception as error:
         raise CompileError(f"{where}: cannot be prepared for Core ML: {error}") from error
-    # It only adds dtypes; where it cannot, which it would log, those that MIL infers are taken.
-    logger = logging.getLogger("onnx_ir.passes.common")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        with contextlib.suppress(Exception):
-            ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(model)
-    finally:
-        logger.setLevel(level)
+    infer_shapes(model)  # where it cannot, what MIL infers is taken
 
 
 class Conversion:
