@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from intaglio.engines.coreml.registry import Converter
 
 MAX_RANK = 5
-# Before it, ops broadcast by attributes of their own; onnxruntime begins there too.
+# onnxruntime begins there too.
 _OLDEST_OPSET = 7
 _TINY_FLOATS = frozenset(d for d in ir.DataType if d.is_floating_point() and d.bitwidth <= 8)
 # Other floats are taken and given as float32, and all else as int32.
@@ -107,14 +107,31 @@ def convert(
 
 
 def _check_opset(model: ir.Model, where: str) -> None:
+    """Refuses an opset that is not known, and ops of one so old that they mean something else."""
     imports = model.graph.opset_imports
     version = imports.get("", imports.get("ai.onnx"))
+    if version is None:
+        return
     newest = onnx.defs.onnx_opset_version()
-    if version is not None and not _OLDEST_OPSET <= version <= newest:
+    changed = ""
+    if 1 <= version < _OLDEST_OPSET:
+        # Before it ops broadcast by attributes, normalizations had a flag for training, and so on.
+        for node in ir.traversal.RecursiveGraphIterator(model.graph):
+            if node.domain in ("", "ai.onnx") and _since(node.op_type, version) != _since(node.op_type, _OLDEST_OPSET):
+                changed = f", in which {node.op_type} ({node.name or node.outputs[0].name!r}) is another op than later"
+                break
+    if not 1 <= version <= newest or changed:
         raise CompileError(
-            f"{where}: is of opset {version}, expected {_OLDEST_OPSET} to {newest}; convert it with "
+            f"{where}: is of opset {version}{changed}; expected {_OLDEST_OPSET} to {newest}: convert it with "
             "onnx.version_converter, or export it for an opset between"
         )
+
+
+def _since(op_type: str, version: int) -> int | None:
+    try:
+        return onnx.defs.get_schema(op_type, version).since_version
+    except onnx.defs.SchemaError:
+        return None
 
 
 def _prepare(model: ir.Model, where: str, converters: Mapping[tuple[str, str], Converter]) -> None:

@@ -55,6 +55,16 @@ def test_conv(case, known):
     check_node("Conv", [floats(*x), *(((kernel,), (bias,)) if known else (kernel, bias))], rtol=2e-5, **attributes)
 
 
+@pytest.mark.parametrize("size", [(9, 10), (12, 7)])
+@pytest.mark.parametrize("auto", ["SAME_UPPER", "SAME_LOWER"])
+def test_same_windows_over_sizes_that_vary(auto, size):
+    dims = {"n": Dim(min=1, max=4), "h": Dim(min=4, max=32), "w": Dim(min=4, max=32)}
+    x, how = floats(2, 3, *size), {"auto_pad": auto, "strides": [2, 3], "dims": dims, "vary": "n,3,h,w"}
+    check_node("Conv", [x, weight(5, 3, 3, 2)], rtol=2e-5, **how)
+    check_node("MaxPool", [x], kernel_shape=[3, 4], **how)
+    check_node("AveragePool", [x], kernel_shape=[3, 4], **how)
+
+
 def test_conv_over_sizes_that_vary():
     dims = {"n": Dim(min=1, max=4), "h": Dim(min=4, max=32), "w": Dim(min=4, max=32)}
     inputs = [floats(2, 3, 9, 10), weight(5, 3, 3, 3), weight(5)]
