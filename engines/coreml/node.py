@@ -72,6 +72,10 @@ class Node:
         value = self._value(i)
         return None if value is None else self._conversion.var(value, self)
 
+    def has_input(self, i: _Int) -> bool:
+        """Whether an optional input is given."""
+        return self._value(i) is not None
+
     def constant(self, i: _Int) -> np.ndarray:
         """The value of an input, which must be known at conversion; in the graph's own dtype where it is a weight.
 

@@ -35,8 +35,8 @@ class NarrowDtypePass(ir.passes.InPlacePass):
        norm or the like makes it small again. ``kept`` has such nodes, and those whose op has no float16, by name with
        the reason.
 
-    A graph that has float16 constants of its own is searched for those that are broken: see :func:`broken_constants`,
-    whose findings are ``broken``. Functions other than ours are inlined. Raises CompileError where a dtype is not known.
+    ``broken`` has what a graph's own float16 constants have lost already: see :func:`broken_constants`. Functions other
+    than ours are inlined. Raises CompileError where a dtype is not known.
     """
 
     def __init__(self, dtype: ir.DataType) -> None:

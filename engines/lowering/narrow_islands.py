@@ -50,7 +50,7 @@ _NORMS = {
     "LayerNormalization", "RMSNormalization", "GroupNormalization", "SimplifiedLayerNormalization",
     "SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "BatchNormalization",
 }  # fmt: skip
-# Softmax; norms whose statistics have the dtype of the values; sums over many steps; coordinates; roundings to integers.
+# Softmax; norms whose statistics have the dtype of the values; sums over steps; coordinates; roundings to integers.
 _ISLANDS = {
     "Softmax", "LogSoftmax", "InstanceNormalization", "LpNormalization", "MeanVarianceNormalization", "LRN", "LpPool",
     "GlobalLpPool", "LSTM", "GRU", "RNN", "GridSample", "AffineGrid", "RoiAlign", "QuantizeLinear", "CastLike",
@@ -99,10 +99,10 @@ class Islands:
         """Whether a node stays float32, and what it gives."""
         floats = [v for v in node.inputs if v is not None and v.dtype == ir.DataType.FLOAT]
         kinds = {self.kind(value) for value in floats} - {Kind.CONSTANT}
-        if not floats:
-            return _from_integers(node, self)
         if _has_graphs(node):
             return True, Kind.PLAIN
+        if not floats:
+            return _from_integers(node, self)
         lost = self._unheld(node, floats)
         if not kinds and not lost:
             return self._of_constants(node, floats)
