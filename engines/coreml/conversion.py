@@ -73,7 +73,8 @@ class Stored:
 class Converted:
     """A MIL program with one function, ``main``. A package can be made of it once: coremltools changes it in that.
 
-    Packed weights are read from the model's files then, so these must still be there.
+    Packed weights are read from the model's files then, so these must still be there. ``notes`` say what is computed in
+    another way than the graph says.
     """
 
     program: Program
@@ -81,6 +82,7 @@ class Converted:
     outputs: tuple[Port, ...]
     nodes: int = field(default=0)
     states: tuple[Port, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def convert(
@@ -207,7 +209,22 @@ class Conversion:
             function.set_outputs([var for _, var in pairs])
         program = Program()
         program.add_function("main", function)
-        return Converted(program, tuple(inputs), tuple(port for port, _ in pairs), self._nodes, tuple(states))
+        return Converted(
+            program, tuple(inputs), tuple(port for port, _ in pairs), self._nodes, tuple(states), self._notes()
+        )
+
+    def _notes(self) -> tuple[str, ...]:
+        notes = []
+        graph = self._model.graph
+        nodes = list(ir.traversal.RecursiveGraphIterator(graph))
+        values = [*graph.inputs, *graph.initializers.values(), *(value for node in nodes for value in node.outputs)]
+        if any(value.dtype == ir.DataType.DOUBLE for value in values):
+            notes.append("float64 is computed in float32")
+        for node in nodes:
+            made = self._vars.get(node.outputs[0])
+            if node.op_type == "NonZero" and made is not None and made.val is None:
+                notes.append(f"how much NonZero gives ({node.name or node.outputs[0].name!r}) depends on the data")
+        return tuple(notes)
 
     def var(self, value: ir.Value, node: Node | None = None) -> Var:
         """The Var of a value; that of a weight is made when it is first asked for."""

@@ -189,6 +189,17 @@ def test_a_failing_shape_inference_says_nothing(caplog: pytest.LogCaptureFixture
     assert not caplog.records
 
 
+def test_what_is_computed_in_another_way_is_noted() -> None:
+    text = "g (double[3,4] x) => (int64[2,n] y) { z = Abs(x) y = NonZero(z) }"
+    assert packaged(model(text)).notes == (
+        "float64 is computed in float32",
+        "how much NonZero gives ('y') depends on the data",
+    )
+    known = "g (float[3] x) => (float[3] y) <float[2] k = {0, 1}> { i = NonZero(k) f = Cast<to=1>(i) y = Add(x, f) }"
+    assert packaged(model(known)).notes == ()
+    assert packaged(model(SMALL), {"batch": 1}).notes == ()
+
+
 def test_a_dim_of_minus_one_varies() -> None:
     proto = model("g (float[b,3] x) => (float[b,3] y) { y = Relu(x) }")
     proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value = -1
