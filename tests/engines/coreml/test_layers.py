@@ -69,7 +69,8 @@ def test_conv_over_sizes_that_vary():
     dims = {"n": Dim(min=1, max=4), "h": Dim(min=4, max=32), "w": Dim(min=4, max=32)}
     inputs = [floats(2, 3, 9, 10), weight(5, 3, 3, 3), weight(5)]
     check_node("Conv", inputs, vary="n,3,h,w", dims=dims, auto_pad="SAME_UPPER")
-    model, feeds = one_node("Conv", inputs, vary="n,3,h,w", auto_pad="SAME_UPPER", strides=[2, 2])
+    windows = {"kernel_shape": [2, 2], "strides": [2, 2]}
+    model, feeds = one_node("LpPool", inputs[:1], vary="n,3,h,w", auto_pad="SAME_UPPER", **windows)
     with pytest.raises(CompileError, match=r"SAME_UPPER.*size varies.*--shapes"):
         evaluated(model, feeds, dims=dims)
 
@@ -79,6 +80,8 @@ TRANSPOSED = [
     ((1, 4, 5, 6), (4, 3, 3, 3), {"strides": [2, 3], "pads": [1, 0, 0, 2], "output_padding": [1, 2]}),
     ((1, 4, 5, 6), (4, 2, 2, 3), {"group": 2, "dilations": [2, 2]}),
     ((1, 4, 5, 6), (4, 2, 3, 3), {"output_shape": [10, 12], "strides": [2, 2]}),
+    ((1, 4, 5, 6), (4, 2, 3, 3), {"output_shape": [10, 11], "strides": [2, 2], "auto_pad": "SAME_UPPER"}),
+    ((1, 4, 5, 6), (4, 2, 3, 3), {"output_shape": [10, 14], "strides": [2, 2], "output_padding": [1, 1]}),
     ((1, 4, 5, 6), (4, 2, 3, 4), {"auto_pad": "SAME_UPPER", "strides": [2, 2]}),
     ((1, 4, 5, 6), (4, 2, 2, 2), {"strides": [2, 2], "output_padding": [1, 1]}),
     ((1, 2, 3, 4, 3), (2, 2, 2, 2, 3), {"strides": [2, 1, 2]}),
