@@ -106,11 +106,14 @@ class Build:
                 converted, described = convert_with_cache(
                     self._model(), self.graph.stem, context=context, tokens=tokens, dims=sizes
                 )
+            self._note(iter(converted.notes))
             yield name, converted, described
 
     def _convert(self, model: ir.Model, sizes: Sizes) -> Converted:
         with self._form():
-            return convert(model, self.graph.stem, dims=sizes)
+            converted = convert(model, self.graph.stem, dims=sizes)
+        self._note(iter(converted.notes))
+        return converted
 
     def _form(self) -> Any:
         from intaglio.engines.coreml.ops.packed_weights import WeightForm, packed_as
