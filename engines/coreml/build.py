@@ -28,11 +28,12 @@ from intaglio.engines.coreml.package import write_package
 from intaglio.engines.coreml.sizes import conversion_dims, function_name
 from intaglio.engines.coreml.states import convert_with_cache, depends_on_call_length, has_cache
 from intaglio.engines.coreml.stats import weight_stats
+from intaglio.engines.graph_file import load_graph
 from intaglio.engines.graph_stats import activation_dtype, count_nodes
 from intaglio.engines.lowering.narrow_dtype import NarrowDtypePass, broken_constants
 from intaglio.engines.memory import peak_rss_bytes
 from intaglio.engines.model_build import check_model
-from intaglio.errors import CompileError, IntaglioError
+from intaglio.errors import IntaglioError
 from intaglio.exporters.bundle import Dim
 
 # Tokens of a prompt that are taken at once.
@@ -122,10 +123,7 @@ class Build:
 
     def _model(self) -> ir.Model:
         """The graph, narrowed if that is asked for."""
-        try:
-            model = ir.load(self.graph)
-        except Exception as error:  # protobuf's and onnx_ir's own
-            raise CompileError(f"{self.graph}: cannot be read as ONNX ({error})") from error
+        model = load_graph(self.graph)
         self.attentions_of_graph = count_nodes(model, "Attention")
         asked = activation_dtype(model)
         self.dtype = asked if asked != "bfloat16" else "float32 (widened from bfloat16)"
