@@ -57,9 +57,9 @@ class GraphBuilder:
         name = "int64." + "_".join(map(str, values))
         return self.initializer(ir.tensor(np.array(values, np.int64), name=name))
 
-    def scalar(self, value: float | int, dtype: ir.DataType) -> ir.Value:
+    def scalar(self, value: float, dtype: ir.DataType) -> ir.Value:
         """One number in ``dtype``."""
-        name = f"{dtype.name.lower()}.{value:g}" if isinstance(value, int) else f"{dtype.name.lower()}.{value!r}"
+        name = f"{dtype.name.lower()}.{value!r}"
         return self.initializer(ir.Tensor(np.array(value, dtype.numpy()), dtype=dtype, name=name))
 
     def replace(self, node: ir.Node, *outputs: ir.Value) -> None:

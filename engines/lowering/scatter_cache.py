@@ -33,7 +33,7 @@ class ScatterCachePass(ir.passes.InPlacePass):
     1. ``past_key_values.N.*`` and ``present.N.*`` are ``[B, K, C, E]``, meant to be the same memory. A new input, int64
        ``[1]``, called ``position``, says behind how many tokens the new ones are written, in all rows of a batch.
     2. ``attention_mask`` is ``[B, C]``, with zeros behind the tokens so far. What lies in a buffer behind the new
-       tokens, the graph's own causal mask hides.
+       tokens, the graph's own causal mask hides; it has to be finite, zeros at the start, since zero times NaN is NaN.
 
     A graph without such a cache is left alone. After the call ``caches`` are the buffers. Raises CompileError for a
     past that is read in another way, or where no mask hides what is not written yet.
