@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ class GraphBuilder:
         op_type: str,
         inputs: Sequence[ir.Value | None],
         dtype: ir.DataType | None,
-        shape: Sequence[Any] | None = None,
+        shape: Iterable[Any] | None = None,
         **attributes: Any,
     ) -> ir.Value:
         node = ir.node(op_type, inputs, attributes, name=f"{self._name}.{op_type}_{len(self._nodes)}")

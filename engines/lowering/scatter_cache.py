@@ -66,7 +66,7 @@ class ScatterCachePass(ir.passes.InPlacePass):
         mask = next((value for value in graph.inputs if value.name == MASK), None)
         if mask is None or mask.shape is None or mask.shape.rank() != 2:
             raise CompileError(
-                f"{graph.name}: has a key-value cache but no {MASK} [batch, tokens], which a buffer that is not full needs"
+                f"{graph.name}: has a key-value cache but no {MASK} [batch, tokens]; buffers that are not full need it"
             )
         if any(value.name == POSITION for value in graph.inputs):
             raise CompileError(f"{graph.name}: has an input {POSITION!r} already, which a cache in buffers adds")

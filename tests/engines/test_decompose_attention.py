@@ -136,7 +136,7 @@ def test_one_tensor_for_queries_and_keys_is_taken_apart() -> None:
 
 def test_numbers_of_heads_that_nobody_says_are_refused() -> None:
     with pytest.raises(CompileError, match="numbers of heads"):
-        heads_of(attention({n: ("B", "S", H * E) for n in "qkv"}, {}).graph[0])
+        heads_of(attention(dict.fromkeys("qkv", ("B", "S", H * E)), {}).graph[0])
 
 
 def test_a_cache_of_its_own_is_refused() -> None:
