@@ -35,7 +35,7 @@ def fetch(key: str, artifact: Path) -> dict[str, Any] | None:
         report = dict(meta["report"])
         _copy(held, artifact)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        _remove(artifact)
+        remove(artifact)
         return None
     return report
 
@@ -108,7 +108,8 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _remove(artifact: Path) -> None:
+def remove(artifact: Path) -> None:
+    """Takes away what :func:`fetch` put there, if it did."""
     if artifact.is_dir():
         shutil.rmtree(artifact, ignore_errors=True)
     else:

@@ -77,7 +77,7 @@ def _build_stage(
             _log.info("%s: from the cache, %s", stage, identity.key())
             return report
         except ValidationError:
-            pass  # an entry of another version: build
+            cache.remove(artifact)  # an entry of another version: build
     _log.info("%s: building %s", stage, identity.key())
     source = folder / bundle.stages[stage].file
     _check_graph(source, bundle.stages[stage].sha256)

@@ -77,22 +77,24 @@ def build(graph: Path, artifact: Path, stage: StageInfo, identity: Identity) -> 
 
     Raises CompileError, RuntimeMissingError with the child's own message.
     """
-    return _build(graph, artifact, identity, is_foreign=False)
+    return _build(graph, artifact, stage, identity, is_foreign=False)
 
 
 def build_model(
     graph: Path, artifact: Path, described: OnnxFile, identity: Identity, given: frozenset[str]
 ) -> StageReport:
     """Likewise, of an ONNX file that others wrote."""
-    return _build(graph, artifact, identity, is_foreign=True)
+    return _build(graph, artifact, described, identity, is_foreign=True)
 
 
-def _build(graph: Path, artifact: Path, identity: Identity, *, is_foreign: bool) -> StageReport:
+def _build(graph: Path, artifact: Path, interface: Interface, identity: Identity, *, is_foreign: bool) -> StageReport:
     started = time.monotonic()
     variants = identity.variants or (identity.shapes,)
     request = {
         "graph": str(graph),
         "artifact": str(artifact),
+        # With names for dims that the file has none for.
+        "inputs": {tensor.name: tensor.shape for tensor in interface.inputs if tensor.shape is not None},
         "shapes": {name: dim.model_dump() for name, dim in identity.shapes.items()},
         "variants": [{name: dim.model_dump() for name, dim in dims.items()} for dims in variants],
         "options": identity.options,

@@ -48,6 +48,7 @@ class Build:
 
     graph: Path
     options: Options
+    inputs: Mapping[str, Sequence[int | str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     dtype: str = ""
     functions: list[str] = field(default_factory=list)
@@ -58,7 +59,10 @@ class Build:
         packages: dict[str, Path] = {}
         descriptions: dict[str, FunctionDescription] = {}
         with tempfile.TemporaryDirectory(prefix=".functions-", dir=artifact.parent) as folder:
-            for name, converted, description in self._functions(shapes, variants):
+            for called, converted, description in self._functions(shapes, variants):
+                name = called
+                while name in packages:
+                    name += "_"
                 packages[name] = Path(folder) / f"{name}.mlpackage"
                 write_package(converted, packages[name], deployment_target=self.options.deployment_target)
                 descriptions[name] = description
@@ -124,6 +128,9 @@ class Build:
     def _model(self) -> ir.Model:
         """The graph, narrowed if that is asked for."""
         model = load_graph(self.graph)
+        for value in model.graph.inputs:
+            if value.name in self.inputs:
+                value.shape = ir.Shape(self.inputs[value.name])
         self.attentions_of_graph = count_nodes(model, "Attention")
         asked = activation_dtype(model)
         self.dtype = asked if asked != "bfloat16" else "float32 (widened from bfloat16)"
@@ -153,7 +160,7 @@ def main() -> int:
     graph, artifact = Path(request["graph"]), Path(request["artifact"])
     variants = [{name: Dim.model_validate(dim) for name, dim in dims.items()} for dims in request["variants"]]
     shapes = {name: Dim.model_validate(dim) for name, dim in request["shapes"].items()}
-    build = Build(graph, Options.model_validate(request["options"]))
+    build = Build(graph, Options.model_validate(request["options"]), request["inputs"])
     try:
         import_coremltools()
         if request["is_foreign"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from intaglio.engines.model_engine import NO_MAXIMUM
@@ -64,7 +65,9 @@ def function_name(dims: Mapping[str, int | Dim], others: Sequence[Mapping[str, i
     """What the function of these sizes is called: by the dims in which it differs from the others."""
     differing = [name for name, size in dims.items() if any(size != other.get(name) for other in others)]
     parts = [f"{name}{_size(dims[name])}" for name in differing]
-    return "_".join(parts) or "main"
+    # Core ML takes names as programs have them; dims of others may have any.
+    safe = re.sub(r"\W", "_", "_".join(parts) or "main", flags=re.ASCII)
+    return safe if safe.isidentifier() else f"_{safe}"
 
 
 def _size(size: int | Dim) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -221,6 +222,27 @@ class TestOnnxFiles:
         with pytest.raises(CompileError, match=r"'batch' of the input 'x' has no greatest.*--shapes batch=MIN:OPT:MAX"):
             intaglio.compile(path, "coreml")
         assert not (tmp_path / "net.engines/coreml").exists()
+
+    def test_dims_without_names_are_bounded_by_those_that_inspect_shows(self, tmp_path: Path) -> None:
+        path = self.write(tmp_path, NET.replace("batch", "?"))
+        with pytest.raises(CompileError, match=r"'x_dim0' of the input 'x' has no greatest size.*--shapes x_dim0="):
+            intaglio.compile(path, "coreml")
+        assert intaglio.compile(path, "coreml", shapes="x_dim0=1:2:4").stages["net"].functions == ("main",)
+
+    def test_functions_of_dims_with_odd_names(self, tmp_path: Path) -> None:
+        proto = model(NET)
+        proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "3-größe"
+        onnx.save(proto, tmp_path / "net.onnx")
+        report = intaglio.compile(tmp_path / "net.onnx", "coreml", shapes=["3-größe=1", "3-größe=2"])
+        assert report.stages["net"].functions == ("_3_gr__e1", "_3_gr__e2")
+
+    def test_an_entry_of_the_cache_of_another_version_is_built_anew(self, tmp_path: Path) -> None:
+        path = self.write(tmp_path)
+        intaglio.compile(path, "coreml", shapes="batch=2")
+        (entry,) = (tmp_path / "cache").rglob("entry.json")
+        said = json.loads(entry.read_text())
+        entry.write_text(json.dumps({**said, "report": {**said["report"], "colour": "blue"}}))
+        assert not intaglio.compile(path, "coreml", shapes="batch=2").stages["net"].from_cache
 
     def test_a_changed_model_is_told(self, tmp_path: Path) -> None:
         path = self.write(tmp_path)
