@@ -29,6 +29,7 @@ ACCURACIES = ("exact", "fast")
 SUFFIX = ".onnx"
 # The engine of an ONNX file is that file.
 KEEPS_MODEL = True
+SOURCES = ("cpu.py",)
 # Whose operators it has, besides those of ONNX itself.
 DOMAINS = frozenset(
     {

@@ -13,14 +13,19 @@ CONTEXT = 2048
 
 
 def fit_context(dims: Mapping[str, Dim], declared: Mapping[str, Dim]) -> dict[str, Dim]:
-    """Dims with a cache of at most ``CONTEXT`` tokens, where its length is as ``declared`` and nobody's choice."""
+    """Dims with a cache of at most ``CONTEXT`` tokens, where its length is as ``declared`` and nobody's choice.
+
+    A call of more tokens that somebody chose makes it that long.
+    """
     fitted = dict(dims)
-    past, total = dims.get("past_sequence"), dims.get("total_sequence")
-    if past is None or total is None or past != declared["past_sequence"]:
+    past, total, new = (dims.get(name) for name in ("past_sequence", "total_sequence", "sequence"))
+    if past is None or total is None or new is None or past != declared["past_sequence"]:
         return fitted
-    fitted["past_sequence"] = _up_to(past, CONTEXT - 1)
-    fitted["total_sequence"] = _up_to(total, CONTEXT)
-    fitted["sequence"] = _up_to(dims["sequence"], CONTEXT)
+    is_chosen = new != declared["sequence"]
+    context = max(CONTEXT, new.max) if is_chosen else CONTEXT
+    fitted["past_sequence"], fitted["total_sequence"] = _up_to(past, context - 1), _up_to(total, context)
+    if not is_chosen:
+        fitted["sequence"] = _up_to(new, context)
     return fitted
 
 

@@ -103,6 +103,43 @@ def test_what_was_changed_after_compiling_is_told(bundle: Path) -> None:
         open_engine(bundle, "coreml")
 
 
+def test_weights_that_were_changed_after_compiling_are_told(bundle: Path) -> None:
+    intaglio.compile(bundle, "coreml", shapes="batch=1,past_sequence=0:1:31")
+    weights = bundle / "engines/coreml/score.mlpackage/Data/com.apple.CoreML/weights/weight.bin"
+    content = bytearray(weights.read_bytes())
+    weights.unlink()  # so that the cache keeps its own
+    weights.write_bytes(content)
+    open_engine(bundle, "coreml")
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    again = r'--target coreml --shapes "batch=1,past_sequence=0:1:31" --deployment-target iOS18 --weights lut`'
+    with pytest.raises(EngineError, match=rf"score.mlpackage is not what was built; build again with .*{again}"):
+        open_engine(bundle, "coreml")
+
+
+def test_a_decoder_of_one_token_a_call(bundle: Path) -> None:
+    report = intaglio.compile(bundle, "coreml", shapes="sequence=1")
+    assert report.stages["generate"].functions == ("main",)
+    compared = intaglio.parity(bundle, "coreml", stage="generate", batch=1, tokens=1, bound=5e-3)
+    assert compared.first_divergent is None
+
+
+def test_sets_of_sizes_share_the_longest_cache(bundle: Path) -> None:
+    report = intaglio.compile(bundle, "coreml", shapes=["past_sequence=0:0:15", "past_sequence=0:0:31"])
+    assert report.stages["generate"].notes == (
+        "a key-value cache has one length: all sets of sizes share the longest",
+        "the key-value cache is a state of 32 tokens, float16; one text at a time",
+    )
+
+
+def test_a_bfloat16_bundle_is_not_narrowed(tmp_path: Path) -> None:
+    intaglio.export(tiny_checkpoint.write(tmp_path / "checkpoint"), tmp_path / "bundle", dtype="bfloat16")
+    with pytest.raises(
+        CompileError, match=r"generate: computes in bfloat16, and --dtype float16 narrows float32 graphs"
+    ):
+        intaglio.compile(tmp_path / "bundle", "coreml", dtype="float16")
+
+
 def test_an_engine_runs_on_macs_only(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     intaglio.compile(bundle, "coreml")
     monkeypatch.setattr(sys, "platform", "linux")
@@ -289,5 +326,8 @@ def test_a_cache_is_bounded_unless_somebody_chose_its_length() -> None:
     assert (fitted["past_sequence"].max, fitted["total_sequence"].max) == (sizes.CONTEXT - 1, sizes.CONTEXT)
     chosen = {**declared, "past_sequence": Dim(min=0, max=4095)}
     assert sizes.fit_context(chosen, declared) == chosen
+    calls = {**declared, "sequence": Dim(min=1, max=4096)}
+    assert sizes.fit_context(calls, declared)["past_sequence"].max == 4095
+    assert sizes.fit_context(calls, declared)["sequence"].max == 4096
     short = {name: dim.model_copy(update={"max": min(dim.max, 64)}) for name, dim in declared.items()}
     assert sizes.fit_context(short, short) == short
