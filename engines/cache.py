@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import platformdirs
 
+_A_DAY = 24 * 60 * 60
 _log = logging.getLogger(__name__)
 
 
@@ -30,12 +33,14 @@ def fetch(key: str, artifact: Path) -> dict[str, Any] | None:
     try:
         held = entry / "artifact"
         meta = json.loads((entry / "entry.json").read_bytes())
-        if meta["sha256"] != _digest(held):
-            return None
         report = dict(meta["report"])
         _copy(held, artifact)
+        # Of the copy: another process may have been replacing the entry.
+        if meta["sha256"] != _digest(artifact):
+            remove(artifact)
+            return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        _remove(artifact)
+        remove(artifact)
         return None
     return report
 
@@ -71,6 +76,7 @@ def store(key: str, artifact: Path, report: dict[str, Any]) -> None:
     temporary = None
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
+        _clear_up(entry.parent)
         temporary = Path(tempfile.mkdtemp(prefix=".partial-", dir=entry.parent))
         _copy(artifact, temporary / "artifact")
         meta = {"sha256": _digest(temporary / "artifact"), "report": report}
@@ -81,6 +87,14 @@ def store(key: str, artifact: Path, report: dict[str, Any]) -> None:
         _log.info("the cache cannot be written: %s", error)
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _clear_up(folder: Path) -> None:
+    """Removes what writers that were killed left behind a day ago or earlier."""
+    for partial in folder.glob(".partial-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - partial.stat().st_mtime > _A_DAY:
+                shutil.rmtree(partial, ignore_errors=True)
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -108,7 +122,8 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _remove(artifact: Path) -> None:
+def remove(artifact: Path) -> None:
+    """Takes away what :func:`fetch` put there, if it did."""
     if artifact.is_dir():
         shutil.rmtree(artifact, ignore_errors=True)
     else:

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from intaglio.engines import cache
-from intaglio.engines.engine import ENGINE_FILE, REPORT_FILE, EngineInfo, engine_path
+from intaglio.engines.engine import ENGINE_FILE, REPORT_FILE, EngineInfo, engine_path, files_of
 from intaglio.engines.identity import Identity, stage_identity
 from intaglio.engines.report import Report, StageReport
 from intaglio.engines.target import Target, target_module
@@ -58,8 +58,14 @@ def compile_bundle(
             reports[stage] = _build_stage(folder, described, stage, identity, module, partial, progress)
             count.advance(1)
         notes = finish(partial, folder, described, wanted.shapes) if finish is not None else ()
-        artifacts = {stage: module.digest(partial / f"{stage}{module.SUFFIX}") for stage in identities}
-        info = EngineInfo(target=target, identities=identities, artifacts=artifacts)
+        built = {stage: partial / f"{stage}{module.SUFFIX}" for stage in identities}
+        info = EngineInfo(
+            target=target,
+            shapes=(shapes,) if isinstance(shapes, str) else tuple(shapes or ()),
+            identities=identities,
+            artifacts={stage: module.digest(artifact) for stage, artifact in built.items()},
+            files={stage: files_of(artifact) for stage, artifact in built.items()},
+        )
         report = Report(target=target, compiler=module.compiler(), stages=reports, notes=tuple(notes))
         (partial / ENGINE_FILE).write_text(info.model_dump_json(indent=1) + "\n", "utf-8")
         (partial / REPORT_FILE).write_text(report.model_dump_json(indent=1) + "\n", "utf-8")
@@ -83,7 +89,7 @@ def _build_stage(
             _log.info("%s: from the cache, %s", stage, identity.key())
             return report
         except ValidationError:
-            pass  # an entry of another version: build
+            cache.remove(artifact)  # an entry of another version: build
     _log.info("%s: building %s", stage, identity.key())
     source = folder / bundle.stages[stage].file
     _check_graph(source, bundle.stages[stage].sha256)

@@ -99,7 +99,8 @@ def _build(graph: Path, artifact: Path, described: OnnxFile, identity: Identity,
         try:
             return StageReport.model_validate({**cached, "from_cache": True})
         except ValidationError:
-            pass  # an entry of another version: build
+            if not module.KEEPS_MODEL:
+                cache.remove(artifact)  # an entry of another version: build
     report = module.build_model(graph, artifact, described, identity, given)
     content = report.model_dump(exclude={"from_cache"})
     if module.KEEPS_MODEL:

@@ -19,13 +19,19 @@ ENGINE_FILE, REPORT_FILE = "engine.json", "report.json"
 
 
 class EngineInfo(BaseModel):
-    """``engine.json``: the identity of each stage, and the digest of what was built of it."""
+    """``engine.json``: ``--shapes`` as they were given, the identity of each stage, the digest of what was built of it.
+
+    ``files`` are those of each stage, by their paths in the engine: bytes, and the times that tell whether to read one
+    again.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     target: str
+    shapes: tuple[str, ...]
     identities: dict[str, Identity]
     artifacts: dict[str, str]
+    files: dict[str, dict[str, tuple[int, int, int]]]
 
 
 @dataclass(frozen=True)
@@ -97,9 +103,18 @@ def read_engine(bundle: str | Path, target: str = "cpu") -> EngineInfo:
 def _again(bundle: Path, target: str, info: EngineInfo | None = None) -> str:
     """The command that builds the engine; again with the options it has."""
     identity = next(iter(info.identities.values()), None) if info is not None else None
-    options = identity.options if identity is not None else {}
-    given = "".join(f" --{name.replace('_', '-')} {value}" for name, value in options.items())
-    return f"`intaglio compile {bundle} --target {target}{given}`"
+    given = [f' --shapes "{shapes}"' for shapes in (info.shapes if info is not None else ())]
+    if identity is not None:
+        given += [f" --{name.replace('_', '-')} {value}" for name, value in identity.options.items()]
+        given += [f" --accuracy {identity.accuracy}"] if identity.accuracy != "exact" else []
+    return f"`intaglio compile {bundle} --target {target}{''.join(given)}`"
+
+
+def files_of(artifact: Path) -> dict[str, tuple[int, int, int]]:
+    """Bytes and times of each file that was built, by its path. Any write moves these. Raises OSError."""
+    files = sorted(file for file in artifact.rglob("*") if file.is_file()) if artifact.is_dir() else [artifact]
+    stats = {file.relative_to(artifact.parent).as_posix(): file.stat() for file in files}
+    return {name: (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats.items()}
 
 
 def open_engine(bundle: str | Path, target: str = "cpu") -> Engine:
@@ -128,10 +143,11 @@ def open_engine(bundle: str | Path, target: str = "cpu") -> Engine:
         if not artifact.exists():
             raise EngineError(f"{path}: {artifact.name} is missing; build again with {again}")
         try:
-            digest = module.digest(artifact)
+            is_untouched = files_of(artifact) == info.files.get(stage)
+            changed = not is_untouched and module.digest(artifact) != info.artifacts.get(stage)
         except OSError as error:
             raise EngineError(f"{artifact}: cannot be read ({error}); build again with {again}") from error
-        if digest != info.artifacts.get(stage):
+        if changed:
             raise EngineError(f"{path}: {artifact.name} is not what was built; build again with {again}")
     return Engine(path, folder, described, info)
 

@@ -26,7 +26,7 @@ class Target(Protocol):
     ``ACCURACIES`` are those it has, ``DOMAINS`` those of whose operators it knows, besides ONNX's own, ``INPUT_DTYPES``
     what its inputs and outputs may be. A stage is built into one file or folder, called ``stage`` + ``SUFFIX``; of an
     ONNX file, the engine ``KEEPS_MODEL`` and builds nothing beside it, or is such a file or folder as well.
-    ``SOURCES`` are the modules and folders of this room that decide what is built.
+    ``SOURCES`` are the files of this room that decide what is built, as patterns.
     """
 
     ACCURACIES: tuple[str, ...]

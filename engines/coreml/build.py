@@ -16,6 +16,7 @@ from intaglio.engines.coreml.conversion import Converted, convert
 from intaglio.engines.coreml.coremltools_ import import_coremltools
 from intaglio.engines.coreml.description import (
     DECODE,
+    MAIN,
     PREFILL,
     FunctionDescription,
     PackageDescription,
@@ -33,7 +34,7 @@ from intaglio.engines.graph_stats import activation_dtype, count_nodes
 from intaglio.engines.lowering.narrow_dtype import NarrowDtypePass, broken_constants
 from intaglio.engines.memory import peak_rss_bytes
 from intaglio.engines.model_build import check_model
-from intaglio.errors import IntaglioError
+from intaglio.errors import CompileError, IntaglioError
 from intaglio.exporters.bundle import Dim
 
 # Tokens of a prompt that are taken at once.
@@ -48,6 +49,7 @@ class Build:
 
     graph: Path
     options: Options
+    inputs: Mapping[str, Sequence[int | str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     dtype: str = ""
     functions: list[str] = field(default_factory=list)
@@ -58,15 +60,19 @@ class Build:
         packages: dict[str, Path] = {}
         descriptions: dict[str, FunctionDescription] = {}
         with tempfile.TemporaryDirectory(prefix=".functions-", dir=artifact.parent) as folder:
-            for name, converted, description in self._functions(shapes, variants):
+            for called, converted, description in self._functions(shapes, variants):
+                name = called
+                while name in packages:
+                    name += "_"
                 packages[name] = Path(folder) / f"{name}.mlpackage"
                 write_package(converted, packages[name], deployment_target=self.options.deployment_target)
                 descriptions[name] = description
             if len(packages) == 1:
                 next(iter(packages.values())).rename(artifact)
+                descriptions = {MAIN: next(iter(descriptions.values()))}
             else:
                 merge_functions(packages, artifact)
-        self.functions = list(packages)
+        self.functions = list(descriptions)
         first = next(iter(descriptions))
         write_description(artifact, PackageDescription(default_function=first, functions=descriptions))
 
@@ -82,6 +88,8 @@ class Build:
                     "rotary embeddings stretch with the text: beyond the length that the model was trained for, a "
                     f"prompt in chunks of {CHUNK} tokens gives other numbers than one taken whole"
                 )
+            if len(variants) > 1:
+                self.notes.append("a key-value cache has one length: all sets of sizes share the longest")
             yield from self._with_cache(conversion_dims(shapes, names), shapes)
             return
         sets: list[Sizes] = []
@@ -124,10 +132,18 @@ class Build:
     def _model(self) -> ir.Model:
         """The graph, narrowed if that is asked for."""
         model = load_graph(self.graph)
+        for value in model.graph.inputs:
+            if (shape := self.inputs.get(value.name or "")) is not None:
+                value.shape = ir.Shape(shape)
         self.attentions_of_graph = count_nodes(model, "Attention")
         asked = activation_dtype(model)
         self.dtype = asked if asked != "bfloat16" else "float32 (widened from bfloat16)"
         self._note(f"{name}: {reason}" for name, reason in broken_constants(model.graph).items())
+        if self.options.dtype == "float16" and asked not in ("float16", "float32"):
+            raise CompileError(
+                f"{self.graph.stem}: computes in {asked}, and --dtype float16 narrows float32 graphs; leave it out, or "
+                "export the model in float32 or float16"
+            )
         if self.options.dtype == "float16" and asked == "float32":
             narrow = NarrowDtypePass(ir.DataType.FLOAT16)
             narrow(model)
@@ -153,7 +169,7 @@ def main() -> int:
     graph, artifact = Path(request["graph"]), Path(request["artifact"])
     variants = [{name: Dim.model_validate(dim) for name, dim in dims.items()} for dims in request["variants"]]
     shapes = {name: Dim.model_validate(dim) for name, dim in request["shapes"].items()}
-    build = Build(graph, Options.model_validate(request["options"]))
+    build = Build(graph, Options.model_validate(request["options"]), request["inputs"])
     try:
         import_coremltools()
         if request["is_foreign"]:
@@ -163,14 +179,17 @@ def main() -> int:
     except IntaglioError as error:
         sys.stderr.write(" ".join(str(error).split()) + "\n")
         return 2
+    # In as many programs as there are functions.
+    attentions = build.attentions_of_graph * len(build.functions)
+    by_hand = max(attentions - stats.fused_attentions, 0)
     result = {
         "dtype": build.dtype,
         "weight_bytes": stats.weights.bytes,
         "weight_count": stats.weights.count,
         "attention_fused": stats.fused_attentions,
-        # In as many programs as there are functions.
-        "attention_total": build.attentions_of_graph * len(build.functions),
-        "fallbacks": {},
+        "attention_total": attentions,
+        # Those are products, a softmax and products.
+        "fallbacks": {"Attention": by_hand} if by_hand else {},
         "operators": stats.ops,
         "package_bytes": stats.bytes,
         "quantized_bits_per_weight": round(stats.quantized.bits, 3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from intaglio.engines.model_engine import NO_MAXIMUM
@@ -13,14 +14,19 @@ CONTEXT = 2048
 
 
 def fit_context(dims: Mapping[str, Dim], declared: Mapping[str, Dim]) -> dict[str, Dim]:
-    """Dims with a cache of at most ``CONTEXT`` tokens, where its length is as ``declared`` and nobody's choice."""
+    """Dims with a cache of at most ``CONTEXT`` tokens, where its length is as ``declared`` and nobody's choice.
+
+    A call of more tokens that somebody chose makes it that long.
+    """
     fitted = dict(dims)
-    past, total = dims.get("past_sequence"), dims.get("total_sequence")
-    if past is None or total is None or past != declared["past_sequence"]:
+    past, total, new = (dims.get(name) for name in ("past_sequence", "total_sequence", "sequence"))
+    if past is None or total is None or new is None or past != declared["past_sequence"]:
         return fitted
-    fitted["past_sequence"] = _up_to(past, CONTEXT - 1)
-    fitted["total_sequence"] = _up_to(total, CONTEXT)
-    fitted["sequence"] = _up_to(dims["sequence"], CONTEXT)
+    is_chosen = new != declared["sequence"]
+    context = max(CONTEXT, new.max) if is_chosen else CONTEXT
+    fitted["past_sequence"], fitted["total_sequence"] = _up_to(past, context - 1), _up_to(total, context)
+    if not is_chosen:
+        fitted["sequence"] = _up_to(new, context)
     return fitted
 
 
@@ -49,7 +55,9 @@ def function_name(dims: Mapping[str, int | Dim], others: Sequence[Mapping[str, i
     """What the function of these sizes is called: by the dims in which it differs from the others."""
     differing = [name for name, size in dims.items() if any(size != other.get(name) for other in others)]
     parts = [f"{name}{_size(dims[name])}" for name in differing]
-    return "_".join(parts) or "main"
+    # Core ML takes names as programs have them; dims of others may have any.
+    safe = re.sub(r"\W", "_", "_".join(parts) or "main", flags=re.ASCII)
+    return safe if safe.isidentifier() else f"_{safe}"
 
 
 def _size(size: int | Dim) -> str:

@@ -247,7 +247,7 @@ def _held(node: Node, values: np.ndarray, dtype: type[np.floating]) -> np.ndarra
     if lost.any():
         node.fail(
             f"has a packed weight with the scale or offset {values[lost].flat[0]:g}, which float16 does not hold",
-            "compile with --dtype float32",
+            "export the bundle in float32, and compile it without --dtype",
         )
     return held
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -100,6 +101,50 @@ def test_what_was_changed_after_compiling_is_told(bundle: Path) -> None:
     shutil.rmtree(package)
     with pytest.raises(EngineError, match=r"score.mlpackage is missing; build again with"):
         open_engine(bundle, "coreml")
+
+
+def test_weights_that_were_changed_after_compiling_are_told(bundle: Path) -> None:
+    intaglio.compile(bundle, "coreml", shapes="batch=1,past_sequence=0:1:31")
+    weights = bundle / "engines/coreml/score.mlpackage/Data/com.apple.CoreML/weights/weight.bin"
+    content = bytearray(weights.read_bytes())
+    weights.unlink()  # so that the cache keeps its own
+    weights.write_bytes(content)
+    open_engine(bundle, "coreml")
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    again = r'--target coreml --shapes "batch=1,past_sequence=0:1:31" --deployment-target iOS18 --weights lut`'
+    with pytest.raises(EngineError, match=rf"score.mlpackage is not what was built; build again with .*{again}"):
+        open_engine(bundle, "coreml")
+
+
+def test_a_decoder_of_one_token_a_call(bundle: Path) -> None:
+    report = intaglio.compile(bundle, "coreml", shapes="sequence=1")
+    assert report.stages["generate"].functions == ("main",)
+    intaglio.compile(bundle)
+    logits = []
+    for target in ("coreml", "cpu"):
+        session = open_engine(bundle, target).load_for_parity("generate")
+        cache = session.new_cache(1)
+        for i, token in enumerate([3, 1, 4]):
+            ids, mask = np.array([[token]]), np.ones((1, i + 1), np.int64)
+            feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": np.array([[i]])}
+            found = session.run_with_cache(feeds, ["logits"], cache)["logits"]
+        logits.append(found)
+    assert np.linalg.norm(logits[0] - logits[1]) <= 5e-3 * np.linalg.norm(logits[1])
+
+
+def test_sets_of_sizes_share_the_longest_cache(bundle: Path) -> None:
+    report = intaglio.compile(bundle, "coreml", shapes=["past_sequence=0:0:15", "past_sequence=0:0:31"])
+    assert report.stages["generate"].notes == (
+        "a key-value cache has one length: all sets of sizes share the longest",
+        "the key-value cache is a state of 32 tokens, float16; one text at a time",
+    )
+
+
+def test_a_bfloat16_bundle_is_not_narrowed(tmp_path: Path) -> None:
+    intaglio.export(tiny_checkpoint.write(tmp_path / "checkpoint"), tmp_path / "bundle", dtype="bfloat16")
+    with pytest.raises(CompileError, match=r"generate: computes in bfloat16, and --dtype float16 narrows float32"):
+        intaglio.compile(tmp_path / "bundle", "coreml", dtype="float16")
 
 
 def test_an_engine_runs_on_macs_only(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +267,27 @@ class TestOnnxFiles:
             intaglio.compile(path, "coreml")
         assert not (tmp_path / "net.engines/coreml").exists()
 
+    def test_dims_without_names_are_bounded_by_those_that_inspect_shows(self, tmp_path: Path) -> None:
+        path = self.write(tmp_path, NET.replace("batch", "?"))
+        with pytest.raises(CompileError, match=r"'x_dim0' of the input 'x' has no greatest size.*--shapes x_dim0="):
+            intaglio.compile(path, "coreml")
+        assert intaglio.compile(path, "coreml", shapes="x_dim0=1:2:4").stages["net"].functions == ("main",)
+
+    def test_functions_of_dims_with_odd_names(self, tmp_path: Path) -> None:
+        proto = model(NET)
+        proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "3-größe"
+        onnx.save(proto, tmp_path / "net.onnx")
+        report = intaglio.compile(tmp_path / "net.onnx", "coreml", shapes=["3-größe=1", "3-größe=2"])
+        assert report.stages["net"].functions == ("_3_gr__e1", "_3_gr__e2")
+
+    def test_an_entry_of_the_cache_of_another_version_is_built_anew(self, tmp_path: Path) -> None:
+        path = self.write(tmp_path)
+        intaglio.compile(path, "coreml", shapes="batch=2")
+        (entry,) = (tmp_path / "cache").rglob("entry.json")
+        said = json.loads(entry.read_text())
+        entry.write_text(json.dumps({**said, "report": {**said["report"], "colour": "blue"}}))
+        assert not intaglio.compile(path, "coreml", shapes="batch=2").stages["net"].from_cache
+
     def test_a_changed_model_is_told(self, tmp_path: Path) -> None:
         path = self.write(tmp_path)
         intaglio.compile(path, "coreml", shapes="batch=2", dtype=None)
@@ -267,5 +333,8 @@ def test_a_cache_is_bounded_unless_somebody_chose_its_length() -> None:
     assert (fitted["past_sequence"].max, fitted["total_sequence"].max) == (sizes.CONTEXT - 1, sizes.CONTEXT)
     chosen = {**declared, "past_sequence": Dim(min=0, max=4095)}
     assert sizes.fit_context(chosen, declared) == chosen
+    calls = {**declared, "sequence": Dim(min=1, max=4096)}
+    assert sizes.fit_context(calls, declared)["past_sequence"].max == 4095
+    assert sizes.fit_context(calls, declared)["sequence"].max == 4096
     short = {name: dim.model_copy(update={"max": min(dim.max, 64)}) for name, dim in declared.items()}
     assert sizes.fit_context(short, short) == short
