@@ -43,7 +43,8 @@ class BlockDequantizePass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
         lower = {"GroupedQuantMatMul": self._product, "GroupedQuantGather": self._gather}
-        nodes = [node for node in graph if node.domain == DOMAIN and node.op_type in lower]
+        # Without a format it is a plugin's node of the same name.
+        nodes = [n for n in graph if n.domain == DOMAIN and n.op_type in lower and "bits" in n.attributes]
         for node in nodes:
             lower[node.op_type](graph, node)
         for op_type in lower:

@@ -89,7 +89,8 @@ def _decompose(graph: ir.Graph, node: ir.Node) -> None:
     is_flat = query.shape is not None and query.shape.rank() == 3
     if is_flat:
         query, key, value = (
-            _split(build, each, count) for each, count in ((query, heads.query), (key, heads.key), (value, heads.key))
+            split_heads(build, each, count)
+            for each, count in ((query, heads.query), (key, heads.key), (value, heads.key))
         )
     scale = attribute(node, "scale", 0.0) or (None if heads.size is None else heads.size**-0.5)
     if scale is None:
@@ -156,7 +157,7 @@ def _size(build: GraphBuilder, value: ir.Value, axis: int) -> ir.Value:
     return build("Shape", [value], ir.DataType.INT64, [1], start=axis, end=axis + 1)
 
 
-def _split(build: GraphBuilder, rows_BSD: ir.Value, heads: int) -> ir.Value:
+def split_heads(build: GraphBuilder, rows_BSD: ir.Value, heads: int) -> ir.Value:
     """``[B, S, H * E]`` to ``[B, H, S, E]``."""
     width = rows_BSD.shape[2] if rows_BSD.shape is not None else None
     size = width // heads if isinstance(width, int) else -1
