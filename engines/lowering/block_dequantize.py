@@ -5,6 +5,8 @@ Shape suffixes: K inputs, N outputs, G groups of inputs, V rows of a table.
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx_ir as ir
 from onnx_ir import convenience
 
@@ -129,7 +131,7 @@ class BlockDequantizePass(ir.passes.InPlacePass):
 
 def _dequantized(build: GraphBuilder, packed: PackedBlocks, dtype: ir.DataType) -> ir.Value:
     values, scales = build.initializer(packed.values()), build.initializer(packed.block_scales(dtype))
-    layout = {"axis": 0} if packed.is_per_row else {"axis": 1, "block_size": packed.block}
+    layout: dict[str, Any] = {"axis": 0} if packed.is_per_row else {"axis": 1, "block_size": packed.block}
     return build("DequantizeLinear", [values, scales], dtype, packed.shape, **layout)
 
 

@@ -65,8 +65,9 @@ class TernaryPluginPass(ir.passes.InPlacePass):
 def _is_ternary(node: ir.Node) -> bool:
     if (node.domain, node.op_type) != (DOMAIN, "GroupedQuantMatMul") or "bits" not in node.attributes:
         return False
-    x, *weight = node.inputs
-    if x is None or x.dtype not in _HALVES or any(value is None or value.const_value is None for value in weight):
+    x, *rest = node.inputs
+    weight = [value for value in rest if value is not None and value.const_value is not None]
+    if x is None or x.dtype not in _HALVES or len(weight) != len(rest):
         return False
     bits, group_size, zero_point = (node.attributes[name].as_int() for name in ("bits", "group_size", "zero_point"))
     has_offsets = weight[2].shape is None or weight[2].shape.rank() != 0

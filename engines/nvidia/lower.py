@@ -12,6 +12,7 @@ from intaglio.engines.lowering.fuse_gather import FuseGatherPass
 from intaglio.engines.lowering.fuse_nodes import attribute
 from intaglio.engines.lowering.plain_attention import PlainAttentionPass
 from intaglio.engines.lowering.scatter_cache import ScatterCachePass
+from intaglio.engines.lowering.split_attention_cache import SplitAttentionCachePass
 from intaglio.engines.lowering.ternary_plugin import TernaryPluginPass
 from intaglio.errors import InputError
 
@@ -32,6 +33,8 @@ def lower(model: ir.Model, flavour: str = "tensorrt-rtx", *, context: int = 0, f
     """
     if flavour not in FLAVOURS:
         raise InputError(f"the flavour {flavour!r} of TensorRT is unknown; there are {', '.join(FLAVOURS)}")
+    # A cache of Attention's own is then the portable one.
+    SplitAttentionCachePass()(model)
     if context:
         ScatterCachePass(context)(model)
     notes: list[str] = []
