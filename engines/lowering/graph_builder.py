@@ -64,6 +64,11 @@ class GraphBuilder:
         name = f"{dtype.name.lower()}.{value!r}"
         return self.initializer(ir.Tensor(np.array(value, dtype.numpy()), dtype=dtype, name=name))
 
+    def insert_after(self, node: ir.Node) -> None:
+        """Puts what was collected behind ``node``, which stays."""
+        self._graph.insert_after(node, self._nodes)
+        self._nodes = []
+
     def replace(self, node: ir.Node, *outputs: ir.Value) -> None:
         """Puts what was collected where ``node`` was; its outputs, as many as there are ``outputs``, become these."""
         convenience.replace_nodes_and_values(

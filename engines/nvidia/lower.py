@@ -8,13 +8,16 @@ from onnx_ir.passes.common import InlinePass, RemoveUnusedFunctionsPass, RemoveU
 from intaglio.engines.lowering.attention_plugin import AttentionPluginPass
 from intaglio.engines.lowering.block_dequantize import BlockDequantizePass
 from intaglio.engines.lowering.decompose_attention import DecomposeAttentionPass, heads_of
+from intaglio.engines.lowering.float_integers import FloatIntegersPass
 from intaglio.engines.lowering.fuse_gather import FuseGatherPass
 from intaglio.engines.lowering.fuse_nodes import attribute
 from intaglio.engines.lowering.plain_attention import PlainAttentionPass
 from intaglio.engines.lowering.scatter_cache import ScatterCachePass
 from intaglio.engines.lowering.split_attention_cache import SplitAttentionCachePass
+from intaglio.engines.lowering.symmetric_dequantize import SymmetricDequantizePass
 from intaglio.engines.lowering.ternary_plugin import TernaryPluginPass
 from intaglio.errors import InputError
+from intaglio.kernels.grouped_quant import DOMAIN
 
 FLAVOURS = ("tensorrt-rtx", "tensorrt")
 # Head sizes of the fused attention of both flavours.
@@ -33,11 +36,16 @@ def lower(model: ir.Model, flavour: str = "tensorrt-rtx", *, context: int = 0, f
     """
     if flavour not in FLAVOURS:
         raise InputError(f"the flavour {flavour!r} of TensorRT is unknown; there are {', '.join(FLAVOURS)}")
+    # Functions of others may hold what the passes look for; ours are taken as nodes.
+    InlinePass(criteria=lambda function: function.domain != DOMAIN)(model)
+    FloatIntegersPass()(model)
+    symmetric = SymmetricDequantizePass()
+    symmetric(model)
     # A cache of Attention's own is then the portable one.
     SplitAttentionCachePass()(model)
     if context:
         ScatterCachePass(context)(model)
-    notes: list[str] = []
+    notes = list(symmetric.notes)
     if flavour == "tensorrt":
         ternary, plugged = TernaryPluginPass(few_rows=few_rows), AttentionPluginPass(why_not_fused)
         for each in (ternary, plugged):
