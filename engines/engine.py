@@ -47,6 +47,11 @@ class Engine:
         """``exact`` or ``fast``."""
         return next(iter(self.info.identities.values())).accuracy
 
+    @property
+    def options(self) -> dict[str, str]:
+        """The target's own options that it was built with."""
+        return next(iter(self.info.identities.values())).options
+
     def artifact(self, stage: str) -> Path:
         """What was built of ``stage``: a file or a folder. Raises EngineError."""
         if stage not in self.bundle.stages:

@@ -48,7 +48,7 @@ def finish_coreml(folder: Path, bundle_path: Path, bundle: Bundle, dims: Mapping
     package.mkdir()
     _copy(importlib.resources.files("intaglio.engines.coreml") / "swift", package)
     (package / SETTINGS_FILE).write_text(json.dumps(settings, indent=1, ensure_ascii=False) + "\n", "utf-8")
-    return []
+    return [f"{FOLDER}/ is a Swift package that paints with these stages; it has never been compiled or run on a Mac"]
 
 
 def picture_settings(folder: Path, bundle_path: Path, bundle: Bundle, dims: Mapping[str, Dim]) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def parity(
     engine = engine_side(bundle, target)
     sizes = Sizes.choose(engine.dims, tokens=tokens, height=height, width=width, batch=batch)
     stages = chosen_stages(engine.bundle, stage)
-    default = REFERENCE_BOUNDS.get((against, engine.bundle.dtype), BOUNDS[engine.bundle.dtype])
+    default = REFERENCE_BOUNDS.get((against, engine.dtype), BOUNDS[engine.dtype])
     if engine.is_fast:
         default = FAST_BOUNDS
     bounds = Bounds(

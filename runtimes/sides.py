@@ -42,6 +42,12 @@ class Side:
         """Whether this is an engine of the accuracy ``fast``."""
         return self.engine is not None and self.engine.accuracy == "fast"
 
+    @property
+    def dtype(self) -> str:
+        """What it computes in: the bundle's dtype, unless the engine was narrowed from that."""
+        options = {} if self.engine is None else self.engine.options
+        return options.get("dtype", self.bundle.dtype)
+
     def graph(self, stage: str) -> Path:
         """The file of the portable graph."""
         return self.path / self.bundle.stages[stage].file

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +42,8 @@ def write_package(converted: Converted, path: Path, *, deployment_target: str = 
     with tempfile.TemporaryDirectory(prefix=".mlpackage-", dir=path.parent) as folder:
         made = Path(folder) / path.name
         try:
-            program = _optimized(converted.program, inputs, target)
-            _write(program, made, int(target))
+            _optimize(converted.program, inputs)
+            _write(converted.program, made, int(target))
         except CompileError:
             raise
         except Exception as error:  # passes and serialization raise whatever comes
@@ -56,26 +55,19 @@ def write_package(converted: Converted, path: Path, *, deployment_target: str = 
         made.rename(path)
 
 
-def _optimized(program: Any, inputs: list[Any] | None, target: Any) -> Any:
-    """The program after coremltools' passes, those of its backend included."""
+def _optimize(program: Any, inputs: Sequence[Any]) -> None:
+    """Runs coremltools' passes, those of its backend included, and then its checks."""
     import coremltools as ct
-    from coremltools.converters.mil.mil.passes.pass_pipeline import PassPipelineManager
+    from coremltools.converters.mil.mil.passes.pass_registry import PASS_REGISTRY
 
-    passes, backend = ct.PassPipeline.DEFAULT, ct.PassPipeline.get_pipeline("backend_mlprogram")
-    for pipeline in (passes, backend):
+    program.functions["main"].set_input_types(tuple(inputs))
+    for pipeline in (ct.PassPipeline.DEFAULT, ct.PassPipeline.get_pipeline("backend_mlprogram")):
         pipeline.remove_passes(set(_UNWANTED))
-    with _without_progress_bars():
-        program = ct.convert(
-            program,
-            source="milinternal",
-            convert_to="milinternal",
-            inputs=inputs,
-            minimum_deployment_target=target,
-            compute_precision=ct.precision.FLOAT32,
-            pass_pipeline=passes,
-        )
-        PassPipelineManager.apply_pipeline(program, backend)
-    return program
+        # One by one: coremltools' own loop checks the whole program after each, which takes as long as the passes.
+        for name in pipeline.passes:
+            PASS_REGISTRY[name](program)
+    program.validate()
+    program._check_early_error_out_for_invalid_program()
 
 
 def _write(program: Any, package: Path, specification_version: int) -> None:
@@ -95,25 +87,12 @@ def _write(program: Any, package: Path, specification_version: int) -> None:
     write_manifest(package)
 
 
-@contextlib.contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """coremltools draws one for each group of passes on stderr and has no switch for it."""
-    from coremltools.converters.mil.mil.passes import pass_pipeline
-
-    shown = pass_pipeline.tqdm
-    pass_pipeline.tqdm = lambda passes, **_: passes
-    try:
-        yield
-    finally:
-        pass_pipeline.tqdm = shown
-
-
-def _input_types(ports: Sequence[Port]) -> list[Any] | None:
-    """None where nothing varies: the program says all."""
+def _input_types(ports: Sequence[Port]) -> list[Any]:
+    """How far shapes vary; none where nothing does: the program says all."""
     import coremltools as ct
 
     if not any(isinstance(size, str) for port in ports for size in port.shape):
-        return None
+        return []
     for port in ports:
         for size, (_, high) in zip(port.shape, port.bounds, strict=True):
             if high is None:

@@ -17,12 +17,13 @@ from klein_pipeline import pixels
 from measure import intaglio as command_line
 
 import intaglio
-from intaglio.engines.coreml.description import read_description
+from intaglio.engines.coreml.description import DimRange, PackageDescription, read_description
 from intaglio.engines.engine import read_engine
 from intaglio.engines.target import session_options
 from intaglio.errors import InputError
 from intaglio.exporters.bundle import read_bundle
-from intaglio.runtimes.coreml_swift import STAGES, finish_coreml, text_around
+from intaglio.runtimes import coreml_swift
+from intaglio.runtimes.coreml_swift import STAGES, finish_coreml, picture_settings, text_around
 from intaglio.runtimes.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     intaglio.export(ROOT / "demo" / "emoji", folder, stages=STAGES)
     intaglio.compile(folder)
     report = intaglio.compile(folder, "coreml", shapes=SIZES)
-    assert report.notes == ()
+    (note,) = report.notes
+    assert note.startswith("swift/ is a Swift package that paints with these stages")
     return folder
 
 
@@ -132,8 +134,8 @@ def test_the_swift_package_is_copied_whole(bundle: Path) -> None:
 def test_the_settings_have_the_keys_that_swift_reads(bundle: Path) -> None:
     """Swift's decoder takes the names of properties, and nothing here can run it."""
     source = (ROOT / "engines/coreml/swift/Sources/PictureMath/Settings.swift").read_text()
-    structs = dict(re.findall(r"struct (\w+): Codable \{\n(.*?)\n    \}\n", source, re.DOTALL))
-    structs["PictureSettings"] = source[source.index("    public let version") :]
+    structs = dict(re.findall(r"    public struct (\w+): Codable \{\n(.*?)\n    \}\n", source, re.DOTALL))
+    structs["PictureSettings"] = source[source.index("    public let version") : source.index("    public init")]
     fields = {
         name: dict(re.findall(r"public let (\w+): ([^\n]+)", body.partition("func ")[0]))
         for name, body in structs.items()
@@ -160,6 +162,21 @@ def test_the_settings_have_the_keys_that_swift_reads(bundle: Path) -> None:
             assert isinstance(value, expected) and (kind == "Bool" or not isinstance(value, bool)), (kind, value)
 
     check("PictureSettings", json.loads((bundle / "engines/coreml/swift/picture.json").read_text()))
+
+
+def test_functions_of_several_sizes_are_told_by_name(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, described = bundle / "engines" / "coreml", read_bundle(bundle)
+    dims = read_engine(bundle, "coreml").identities["transformer"].shapes
+
+    def two(package: Path) -> PackageDescription:
+        (function,) = read_description(package).functions.values()
+        ranged = function.model_copy(update={"sizes": {}, "dims": {"text_tokens": DimRange(min=1, max=16)}})
+        return PackageDescription(default_function="first", functions={"first": function, "second": ranged})
+
+    monkeypatch.setattr(coreml_swift, "read_description", two)
+    functions = picture_settings(folder, bundle, described, dims)["stages"]["transformer"]["functions"]
+    assert [function["name"] for function in functions] == ["first", "second"]
+    assert functions[1]["dims"] == {"text_tokens": {"min": 1, "max": 16}}
 
 
 def test_a_bundle_without_all_stages_has_no_swift_package(bundle: Path) -> None:

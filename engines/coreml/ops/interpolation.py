@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,13 +58,13 @@ def nearest_indices(axis: Axis, how: Interpolation) -> np.ndarray:
     """The index that each value of the output is copied from, int64 ``[out]``."""
     # In float32, as onnxruntime: what is to be rounded often lies half-way.
     at = source_positions(axis, how.coordinates, np.float32)
-    rounding = {
+    roundings: dict[str, Callable[[np.ndarray], np.ndarray]] = {
         "floor": np.floor,
         "ceil": np.ceil,
         "round_prefer_floor": lambda x: np.ceil(x - 0.5),
         "round_prefer_ceil": lambda x: np.floor(x + 0.5),
-    }[how.nearest]
-    return np.clip(rounding(at), 0, axis.size - 1).astype(np.int64)
+    }
+    return np.clip(roundings[how.nearest](at), 0, axis.size - 1).astype(np.int64)
 
 
 def matrix(axis: Axis, how: Interpolation) -> np.ndarray:

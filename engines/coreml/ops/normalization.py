@@ -1,4 +1,7 @@
-"""Normalisations. Statistics are float32 where the graph says so, whatever the dtype of the values."""
+"""Normalisations. Statistics are float32 where the graph says so, whatever the dtype of the values.
+
+Scale and bias are taken in there as well, so that the result is rounded once.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +51,13 @@ def BatchNormalization(node: Node) -> Var | Sequence[Var]:
 
 @converter
 def InstanceNormalization(node: Node) -> Var:
-    x, scale, bias = node.input(0), node.input(1), node.input(2)
+    dtype = dtype_of(node.input(0))
+    x, scale, bias = (cast(node.input(i), "fp32") for i in range(3))
     epsilon = node.float("epsilon", 1e-5)
     if scale.val is not None and bias.val is not None and 3 <= x.rank <= 4:
-        return mb.instance_norm(x=x, gamma=scale, beta=bias, epsilon=constant(np.array(epsilon), x), name=node.name)
+        return cast(mb.instance_norm(x=x, gamma=scale, beta=bias, epsilon=np.float32(epsilon)), dtype)
     mean, variance = _statistics(x, list(range(2, x.rank)))
-    return _affine(_normalised(x, mean, variance, epsilon), scale, bias, 1)
+    return cast(_affine(_normalised(x, mean, variance, epsilon), scale, bias, 1), dtype)
 
 
 @converter
@@ -66,12 +70,13 @@ def LayerNormalization(node: Node) -> Sequence[Var | None]:
         mean, variance = _statistics(inner, axes)
         inverse = mb.rsqrt(x=mb.add(x=variance, y=constant(np.array(epsilon), inner)))
         y = mb.mul(x=mb.sub(x=inner, y=mean), y=inverse)
-        return [_scaled(cast(y, dtype_of(x)), scale, bias), mean, inverse]
+        return [cast(_scaled(y, scale, bias), dtype_of(x)), mean, inverse]
     sizes = tuple(x.shape[axis] for axis in axes)
-    whole = inner is x and is_static(sizes) and all(v is None or _fits(v, sizes) for v in (scale, bias))
+    scale, bias = cast(scale, dtype_of(inner)), None if bias is None else cast(bias, dtype_of(inner))
+    whole = is_static(sizes) and all(v is None or _fits(v, sizes) for v in (scale, bias))
     held = {"gamma": scale, **({} if bias is None else {"beta": bias})} if whole else {}
     y = mb.layer_norm(x=inner, axes=axes, epsilon=constant(np.array(epsilon), inner), **held)
-    return [y if whole else _scaled(cast(y, dtype_of(x)), scale, bias)]
+    return [cast(y if whole else _scaled(y, scale, bias), dtype_of(x))]
 
 
 @converter
@@ -81,8 +86,7 @@ def RMSNormalization(node: Node) -> Var:
     inner = cast(x, _stash(node, x))
     mean = mb.reduce_mean(x=mb.mul(x=inner, y=inner), axes=axes, keep_dims=True)
     inverse = mb.rsqrt(x=mean, epsilon=constant(np.array(node.float("epsilon", 1e-5)), inner))
-    y = cast(mb.mul(x=inner, y=inverse), dtype_of(x))
-    return mb.mul(x=y, y=node.input(1), name=node.name)
+    return cast(_scaled(mb.mul(x=inner, y=inverse), node.input(1), None), dtype_of(x))
 
 
 @converter
@@ -97,7 +101,8 @@ def GroupNormalization(node: Node) -> Var:
     if node.opset < 21:
         # Up to opset 20 there is one scale and one bias a group.
         scale, bias = (_repeated(v, int(channels) // groups) for v in (scale, bias))
-    return _affine(cast(shape_like(rows, x), dtype_of(x)), scale, bias, 1, node.name)
+    scale, bias = (cast(v, dtype_of(rows)) for v in (scale, bias))
+    return cast(_affine(shape_like(rows, x), scale, bias, 1), dtype_of(x))
 
 
 @converter
@@ -131,10 +136,10 @@ def LpNormalization(node: Node) -> Var:
 
 @converter
 def MeanVarianceNormalization(node: Node) -> Var:
-    x = node.input(0)
+    dtype, x = dtype_of(node.input(0)), cast(node.input(0), "fp32")
     mean, variance = _statistics(x, [axis % x.rank for axis in node.ints("axes", [0, 2, 3])])
-    deviation = mb.add(x=mb.sqrt(x=variance), y=constant(np.array(1e-9), x))
-    return mb.real_div(x=mb.sub(x=x, y=mean), y=deviation, name=node.name)
+    deviation = mb.add(x=mb.sqrt(x=variance), y=np.float32(1e-9))
+    return cast(mb.real_div(x=mb.sub(x=x, y=mean), y=deviation), dtype)
 
 
 @converter("SimplifiedLayerNormalization")
@@ -146,8 +151,9 @@ def SimplifiedLayerNormalization(node: Node) -> Var:
 @converter("SkipLayerNormalization", domain="com.microsoft")
 def SkipLayerNormalization(node: Node) -> Sequence[Var | None]:
     x, scale, bias = _skipped(node, 4), node.input(2), node.optional(3)
-    y = mb.layer_norm(x=x, axes=[-1], epsilon=constant(np.array(node.float("epsilon", 1e-12)), x))
-    return [_scaled(y, scale, bias), None, None, x]
+    inner = cast(x, "fp32")
+    y = mb.layer_norm(x=inner, axes=[-1], epsilon=np.float32(node.float("epsilon", 1e-12)))
+    return [cast(_scaled(y, scale, bias), dtype_of(x)), None, None, x]
 
 
 @converter("SkipSimplifiedLayerNormalization", domain="com.microsoft")
@@ -156,7 +162,7 @@ def SkipSimplifiedLayerNormalization(node: Node) -> Sequence[Var | None]:
     inner = cast(x, "fp32")
     mean = mb.reduce_mean(x=mb.mul(x=inner, y=inner), axes=[-1], keep_dims=True)
     inverse = mb.rsqrt(x=mean, epsilon=np.float32(node.float("epsilon", 1e-12)))
-    return [mb.mul(x=cast(mb.mul(x=inner, y=inverse), dtype_of(x)), y=node.input(2)), None, None, x]
+    return [cast(_scaled(mb.mul(x=inner, y=inverse), node.input(2), None), dtype_of(x)), None, None, x]
 
 
 def _skipped(node: Node, bias: int) -> Var:
@@ -191,8 +197,9 @@ def _affine(y: Var, scale: Var, bias: Var, axis: int, name: str | None = None) -
 
 
 def _scaled(y: Var, scale: Var, bias: Var | None) -> Var:
-    y = mb.mul(x=y, y=scale)
-    return y if bias is None else mb.add(x=y, y=bias)
+    """``y`` times ``scale``, plus ``bias``, in the dtype of ``y``."""
+    y = mb.mul(x=y, y=cast(scale, dtype_of(y)))
+    return y if bias is None else mb.add(x=y, y=cast(bias, dtype_of(y)))
 
 
 def _fits(v: Var, sizes: Sequence[object]) -> bool:

@@ -75,7 +75,7 @@ def size_of(x: Var, axis: int) -> Size:
 def joined(sizes: Sequence[Size]) -> Var | list[int]:
     """A shape, or any list of integers of which some are known only when the model runs."""
     if all(isinstance(size, (int, np.integer)) for size in sizes):
-        return [int(size) for size in sizes]  # type: ignore[arg-type]
+        return [int(size) for size in sizes]
     parts = [size if isinstance(size, Var) else np.array([size], np.int32) for size in sizes]
     return mb.concat(values=parts, axis=0)
 
