@@ -16,6 +16,7 @@ from intaglio.kernels.grouped_quant import DOMAIN, GroupedQuantFormat
 
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _FLOAT_BITS = 32
+_PARTS = 3  # codes, scales and offsets
 # Relative error of a scale beyond that of rounding to the dtype: it lies near or below the smallest number.
 _LOST = {ir.DataType.FLOAT16: 2.0**-10, ir.DataType.BFLOAT16: 2.0**-7}
 
@@ -53,14 +54,17 @@ class BlockDequantizePass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, modified=bool(nodes))
 
     def _packed(self, node: ir.Node) -> PackedBlocks:
-        codes, scales, offsets = node.inputs[1:]
-        tensors = [value.const_value if value is not None else None for value in (codes, scales, offsets)]
-        if codes is None or any(tensor is None for tensor in tensors):
+        values = [value for value in node.inputs[1:] if value is not None]
+        tensors = [
+            value.const_value for value in values if value.const_value is not None and not value.is_graph_input()
+        ]
+        if len(tensors) != _PARTS:
             raise CompileError(f"{node.name}: {node.op_type} of a weight that is computed; expected a constant one")
+        codes = values[0]
         if codes not in self._blocks:
             stated = {name: node.attributes[name].as_int() for name in ("bits", "group_size", "zero_point")}
             name = str(codes.name).removesuffix(".codes")
-            self._blocks[codes] = PackedBlocks(name, *tensors, format=GroupedQuantFormat(**stated))  # type: ignore[arg-type]
+            self._blocks[codes] = PackedBlocks(name, tensors[0], tensors[1], tensors[2], GroupedQuantFormat(**stated))
         return self._blocks[codes]
 
     def _is_dense(self, packed: PackedBlocks, dtype: ir.DataType) -> bool:

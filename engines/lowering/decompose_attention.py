@@ -127,7 +127,7 @@ def _softmax(
 ) -> ir.Value:
     """Weights ``[B, H, S, T]`` in the dtype of ``scores``."""
     dtype = scores.dtype
-    inner = ir.DataType(attribute(node, "softmax_precision", 0) or dtype)
+    inner = ir.DataType(attribute(node, "softmax_precision", 0) or dtype or _WIDE)
     if cap := attribute(node, "softcap", 0.0):
         bound = build.scalar(cap, dtype or _WIDE)
         scores = build("Mul", [build("Tanh", [build("Div", [scores, bound], dtype)], dtype), bound], dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ class GraphBuilder:
         op_type: str,
         inputs: Sequence[ir.Value | None],
         dtype: ir.DataType | None,
-        shape: Sequence[Any] | None = None,
+        shape: Iterable[Any] | None = None,
         **attributes: Any,
     ) -> ir.Value:
         node = ir.node(op_type, inputs, attributes, name=f"{self._name}.{op_type}_{len(self._nodes)}")
@@ -57,9 +57,9 @@ class GraphBuilder:
         name = "int64." + "_".join(map(str, values))
         return self.initializer(ir.tensor(np.array(values, np.int64), name=name))
 
-    def scalar(self, value: float | int, dtype: ir.DataType) -> ir.Value:
+    def scalar(self, value: float, dtype: ir.DataType) -> ir.Value:
         """One number in ``dtype``."""
-        name = f"{dtype.name.lower()}.{value:g}" if isinstance(value, int) else f"{dtype.name.lower()}.{value!r}"
+        name = f"{dtype.name.lower()}.{value!r}"
         return self.initializer(ir.Tensor(np.array(value, dtype.numpy()), dtype=dtype, name=name))
 
     def replace(self, node: ir.Node, *outputs: ir.Value) -> None:

@@ -67,7 +67,7 @@ class PackedBlocks:
 
     @property
     def is_per_row(self) -> bool:
-        """Whether a row has one scale, which needs no blocks: those of INT4 products are what targets have kernels for."""
+        """Whether a row has one scale and needs no blocks; INT4 keeps them, for which targets have their kernels."""
         return self.groups == 1 and (self.dtype == ir.DataType.INT8 or self.block < SMALLEST_BLOCK)
 
     @property

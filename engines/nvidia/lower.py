@@ -10,6 +10,7 @@ from intaglio.engines.lowering.decompose_attention import DecomposeAttentionPass
 from intaglio.engines.lowering.fuse_gather import FuseGatherPass
 from intaglio.engines.lowering.fuse_nodes import attribute
 from intaglio.engines.lowering.plain_attention import PlainAttentionPass
+from intaglio.engines.lowering.scatter_cache import ScatterCachePass
 from intaglio.errors import InputError
 
 FLAVOURS = ("tensorrt-rtx", "tensorrt")
@@ -17,14 +18,19 @@ FLAVOURS = ("tensorrt-rtx", "tensorrt")
 _SMALLEST_HEAD, _LARGEST_HEAD = 16, 256
 
 
-def lower(model: ir.Model, flavour: str = "tensorrt-rtx") -> list[str]:
+def lower(model: ir.Model, flavour: str = "tensorrt-rtx", *, context: int = 0) -> list[str]:
     """Lowers a portable stage in place; what the report is to say of it.
+
+    A key-value cache becomes buffers of ``context`` tokens (:mod:`intaglio.engines.lowering.scatter_cache` says which
+    inputs that changes), or stays as it is with 0.
 
     Weights stay unread until the graph is written (:func:`intaglio.engines.lowering.external_weights.write_graph`).
     Raises CompileError, InputError for an unknown flavour.
     """
     if flavour not in FLAVOURS:
         raise InputError(f"the flavour {flavour!r} of TensorRT is unknown; there are {', '.join(FLAVOURS)}")
+    if context:
+        ScatterCachePass(context)(model)
     gathers, weights, attention = FuseGatherPass(), BlockDequantizePass(), DecomposeAttentionPass(why_not_fused)
     for each in (gathers, weights, attention, PlainAttentionPass()):
         each(model)

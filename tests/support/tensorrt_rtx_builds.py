@@ -37,7 +37,7 @@ def build_for_gpu(graph: Path, dims: Mapping[str, int | Range], sms: Sequence[in
     if done.returncode:
         tail = tuple(done.stderr.splitlines()[-8:])
         return Built(f"the builder ended with {done.returncode}", {}, 0, tail)
-    return Built(**{**json.loads(done.stdout.splitlines()[-1])})
+    return Built(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def _build(request: dict[str, Any]) -> dict[str, Any]:
