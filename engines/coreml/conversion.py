@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,6 @@ from onnx_ir.passes.common import (
     LiftConstantsToInitializersPass,
     RemoveInitializersFromInputsPass,
     RemoveUnusedNodesPass,
-    ShapeInferencePass,
 )
 
 from intaglio.engines.coreml.constants import to_mil
@@ -26,6 +24,7 @@ from intaglio.engines.coreml.node import Node
 from intaglio.engines.coreml.registry import UPDATE_STATE, load_converters
 from intaglio.engines.lowering.fuse_dequantize import FuseDequantizePass
 from intaglio.engines.lowering.fuse_gather import FuseGatherPass
+from intaglio.engines.lowering.infer_shapes import infer_shapes
 from intaglio.errors import CompileError
 from intaglio.exporters.bundle import Dim
 from intaglio.kernels.grouped_quant import DOMAIN
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from intaglio.engines.coreml.registry import Converter
 
 MAX_RANK = 5
-# Before it, ops broadcast by attributes of their own; onnxruntime begins there too.
+# onnxruntime begins there too.
 _OLDEST_OPSET = 7
 _TINY_FLOATS = frozenset(d for d in ir.DataType if d.is_floating_point() and d.bitwidth <= 8)
 # Other floats are taken and given as float32, and all else as int32.
@@ -73,7 +72,8 @@ class Stored:
 class Converted:
     """A MIL program with one function, ``main``. A package can be made of it once: coremltools changes it in that.
 
-    Packed weights are read from the model's files then, so these must still be there.
+    Packed weights are read from the model's files then, so these must still be there. ``notes`` say what is computed in
+    another way than the graph says.
     """
 
     program: Program
@@ -81,6 +81,7 @@ class Converted:
     outputs: tuple[Port, ...]
     nodes: int = field(default=0)
     states: tuple[Port, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def convert(
@@ -107,14 +108,31 @@ def convert(
 
 
 def _check_opset(model: ir.Model, where: str) -> None:
+    """Refuses an opset that is not known, and ops of one so old that they mean something else."""
     imports = model.graph.opset_imports
     version = imports.get("", imports.get("ai.onnx"))
+    if version is None:
+        return
     newest = onnx.defs.onnx_opset_version()
-    if version is not None and not _OLDEST_OPSET <= version <= newest:
+    changed = ""
+    if 1 <= version < _OLDEST_OPSET:
+        # Before it ops broadcast by attributes, normalizations had a flag for training, and so on.
+        for node in ir.traversal.RecursiveGraphIterator(model.graph):
+            if node.domain in ("", "ai.onnx") and _since(node.op_type, version) != _since(node.op_type, _OLDEST_OPSET):
+                changed = f", in which {node.op_type} ({node.name or node.outputs[0].name!r}) is another op than later"
+                break
+    if not 1 <= version <= newest or changed:
         raise CompileError(
-            f"{where}: is of opset {version}, expected {_OLDEST_OPSET} to {newest}; convert it with "
+            f"{where}: is of opset {version}{changed}; expected {_OLDEST_OPSET} to {newest}: convert it with "
             "onnx.version_converter, or export it for an opset between"
         )
+
+
+def _since(op_type: str, version: int) -> int | None:
+    try:
+        return onnx.defs.get_schema(op_type, version).since_version
+    except onnx.defs.SchemaError:
+        return None
 
 
 def _prepare(model: ir.Model, where: str, converters: Mapping[tuple[str, str], Converter]) -> None:
@@ -133,15 +151,7 @@ def _prepare(model: ir.Model, where: str, converters: Mapping[tuple[str, str], C
         raise
     except Exception as error:
         raise CompileError(f"{where}: cannot be prepared for Core ML: {error}") from error
-    # It only adds dtypes; where it cannot, which it would log, those that MIL infers are taken.
-    logger = logging.getLogger("onnx_ir.passes.common")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        with contextlib.suppress(Exception):
-            ShapeInferencePass(check_type=False, strict_mode=False, data_prop=False)(model)
-    finally:
-        logger.setLevel(level)
+    infer_shapes(model)  # where it cannot, what MIL infers is taken
 
 
 class Conversion:
@@ -190,7 +200,22 @@ class Conversion:
             function.set_outputs([var for _, var in pairs])
         program = Program()
         program.add_function("main", function)
-        return Converted(program, tuple(inputs), tuple(port for port, _ in pairs), self._nodes, tuple(states))
+        return Converted(
+            program, tuple(inputs), tuple(port for port, _ in pairs), self._nodes, tuple(states), self._notes()
+        )
+
+    def _notes(self) -> tuple[str, ...]:
+        notes = []
+        graph = self._model.graph
+        nodes = list(ir.traversal.RecursiveGraphIterator(graph))
+        values = [*graph.inputs, *graph.initializers.values(), *(value for node in nodes for value in node.outputs)]
+        if any(value.dtype == ir.DataType.DOUBLE for value in values):
+            notes.append("float64 is computed in float32")
+        for node in nodes:
+            made = self._vars.get(node.outputs[0])
+            if node.op_type == "NonZero" and made is not None and made.val is None:
+                notes.append(f"how much NonZero gives ({node.name or node.outputs[0].name!r}) depends on the data")
+        return tuple(notes)
 
     def var(self, value: ir.Value, node: Node | None = None) -> Var:
         """The Var of a value; that of a weight is made when it is first asked for."""

@@ -43,6 +43,15 @@ def has_cache(model: ir.Model) -> bool:
     return any(append_of(value) is not None for value in model.graph.inputs)
 
 
+def depends_on_call_length(model: ir.Model) -> bool:
+    """Whether a graph looks at the greatest position of a call, as dynamic rotary embeddings do.
+
+    Its numbers then depend on how a text is divided into calls.
+    """
+    positions = [v for v in model.graph.inputs if v.dtype == ir.DataType.INT64]
+    return any(is_standard(node, "ReduceMax") for value in positions for node, _ in value.uses())
+
+
 def convert_with_cache(
     model: ir.Model,
     where: str,

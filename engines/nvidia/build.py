@@ -12,6 +12,7 @@ from typing import Any
 import onnx_ir as ir
 
 from intaglio.engines.child import REFUSED, say_progress
+from intaglio.engines.graph_file import load_graph
 from intaglio.engines.graph_stats import activation_dtype, count_nodes
 from intaglio.engines.lowering.external_weights import write_graph
 from intaglio.engines.lowering.narrow_dtype import NarrowDtypePass, broken_constants
@@ -50,10 +51,7 @@ def build(graph: Path, artifact: Path, profiles: Sequence[Mapping[str, Range]], 
 
 def lowered_model(graph: Path, options: RtxOptions) -> tuple[ir.Model, list[str]]:
     """The portable ``graph`` as TensorRT is given it, and what the report says of that. Raises CompileError."""
-    try:
-        model = ir.load(graph)
-    except Exception as error:  # protobuf's and onnx_ir's own
-        raise CompileError(f"{graph}: cannot be read as ONNX ({error})") from error
+    model = load_graph(graph)
     notes = [f"{name}: {reason}" for name, reason in broken_constants(model.graph).items()]
     if options.dtype is not None and activation_dtype(model) == "float32":
         narrow = NarrowDtypePass(ir.DataType.FLOAT16)

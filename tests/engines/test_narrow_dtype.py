@@ -175,18 +175,17 @@ def test_a_mask_that_float16_holds_is_applied_as_it_is() -> None:
     assert not kept
 
 
-def test_an_attention_with_such_a_mask_stays_float32() -> None:
+def test_an_attention_takes_such_a_mask_as_it_is() -> None:
     text = """g (float[1,2,s,8] q, float[1,1,s,s] m) => (float[1,2,s,8] y) <float least = {-3.4e38}> {
         a = Mul(m, least) t = Attention(q, q, q, a) y = Neg(t)
     }"""
-    mask = np.zeros((1, 1, 4, 4), np.float32)
-    mask[..., 0, :] = 1
-    _, kept = check(model(text, 23), {"q": floats(1, 2, 4, 8), "m": mask})
-    assert set(kept) >= {"a", "t"}
-    result, _ = narrowed(model(text.replace("Mul(m, least)", "Neg(m)"), 23))
-    (attention,) = (node for node in result.graph if node.op_type == "Attention")
-    assert attention.outputs[0].dtype == HALF
-    assert attention.attributes["softmax_precision"].value == FLOAT
+    for changed, mask in ((text, FLOAT), (text.replace("Mul(m, least)", "Neg(m)"), HALF)):
+        result, narrow = narrowed(model(changed, 23))
+        (attention,) = (node for node in result.graph if node.op_type == "Attention")
+        assert [value.dtype for value in attention.inputs if value is not None] == [HALF, HALF, HALF, mask]
+        assert dtypes(result)["y"] == HALF
+        assert attention.attributes["softmax_precision"].value == FLOAT
+        assert set(narrow.kept) == ({"a"} if mask == FLOAT else set())
 
 
 def test_weights_that_float16_does_not_hold() -> None:
@@ -199,6 +198,13 @@ def test_weights_that_float16_does_not_hold() -> None:
     assert dtypes(result) == {"z": FLOAT, "t": FLOAT, "y": HALF}
 
 
+def test_divisors_whose_reciprocal_float16_does_not_hold() -> None:
+    text = "g (float[b,8] x) => (float[b,8] y) <float s = {60001}, float t = {255}> { a = Div(x, t) y = Div(a, s) }"
+    result, kept = check(model(text), {"x": floats(3, 8, scale=1e4)})
+    assert dtypes(result) == {"a": HALF, "y": FLOAT}
+    assert "reciprocal" in kept["y"]
+
+
 def test_small_numbers() -> None:
     text = "g (float[b,8] x) => (float[b,8] y) <float s = {1e-7}, float t = {1e7}> { a = Mul(x, s) y = Mul(a, t) }"
     _, kept = check(model(text), {"x": floats(3, 8)})
@@ -207,6 +213,21 @@ def test_small_numbers() -> None:
     assert lost_in_float16(np.array([1e-9, 0.0], np.float32))
     assert lost_in_float16(np.array([0.0, np.inf, -np.inf, np.nan, 65504.0], np.float32)) is None
     assert lost_in_float16(np.array(2.0**-20, np.float32)) is None
+
+
+def test_little_that_is_added_is_no_matter_and_what_guards_a_divisor_is() -> None:
+    text = """g (float[b,8] x) => (float[b,8] y)
+        <float[1] bias = {2.6e-6}, float[8] gamma = {1e-6, 2e-6, 1e-6, 1e-6, 0, 0, 1e-6, 0}> {
+        a = Add(x, bias) m = Mul(a, gamma) r = Add(x, m) y = Neg(r)
+    }"""
+    result, kept = check(model(text), {"x": floats(3, 8)})
+    assert dtypes(result) == {"a": HALF, "m": FLOAT, "r": FLOAT, "y": HALF}
+    assert set(kept) == {"m", "r"}
+    guarded = "g (float[b,8] x) => (float[b,8] y) <float e = {1e-9}> { a = Abs(x) d = Add(a, e) y = Div(x, d) }"
+    x = floats(3, 8)
+    x[0] = 0
+    result, kept = check(model(guarded), {"x": x})
+    assert set(kept) == {"d", "y"}
 
 
 def test_bounds_that_no_float16_reaches_are_none() -> None:

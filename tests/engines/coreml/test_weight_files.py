@@ -15,6 +15,7 @@ from coreml_weights import TERNARY, VOCABULARY, WIDTH, initializer, random_rows
 
 from intaglio.engines.coreml.conversion import convert
 from intaglio.engines.coreml.evaluator import Evaluator
+from intaglio.engines.coreml.evaluator.package import read_program
 from intaglio.engines.coreml.package import write_package
 from intaglio.engines.coreml.stats import weight_stats
 from intaglio.errors import CompileError
@@ -87,6 +88,13 @@ def test_statistics_count_what_is_stored(packages: list[Path], order: str) -> No
     assert stats.bytes == sum(len(data) for data in _files(package).values())
     # The table is one weight for both of its readers.
     assert (stats.ops["gather"], stats.ops["linear"], stats.fused_attentions) == (1, 3, 0)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_weight_with_two_readers_is_unpacked_once(packages: list[Path], order: str) -> None:
+    block = read_program(packages[0] / f"{order}.mlpackage").functions["main"].block
+    unpacking = [op.type for op in block.all_operations() if op.type.startswith("constexpr_")]
+    assert len(unpacking) == 1 + 2 * (2 if order in ("lut", "lut-compact") else 1)
 
 
 def _quantized_convolution(dtype: ir.DataType, x: ir.Value) -> ir.Model:
