@@ -9,6 +9,9 @@ from typing import Any, Protocol
 from intaglio.errors import InputError
 from intaglio.exporters.bundle import Dim, evaluate_dim, expression_names
 
+# Tokens that a key-value cache has room for unless somebody asks for another number: its buffers are held whole.
+CONTEXT = 2048
+
 
 class Tensor(Protocol):
     """An input or output; ``shape`` None is of unknown rank."""
@@ -51,6 +54,24 @@ def override_dims(dims: Mapping[str, Dim], shapes: str | None) -> dict[str, Dim]
                 raise InputError(f"--shapes: {name}={size} is not a multiple of {declared.multiple_of}")
         result[name] = declared.model_copy(update={"min": low, "opt": opt, "max": high})
     return result
+
+
+def fit_context(dims: Mapping[str, Dim], declared: Mapping[str, Dim]) -> dict[str, Dim]:
+    """Dims with a cache of at most ``CONTEXT`` tokens, where its length is as ``declared`` and nobody's choice."""
+    fitted = dict(dims)
+    past, total = dims.get("past_sequence"), dims.get("total_sequence")
+    if past is None or total is None or past != declared["past_sequence"]:
+        return fitted
+    fitted["past_sequence"] = _up_to(past, CONTEXT - 1)
+    fitted["total_sequence"] = _up_to(total, CONTEXT)
+    fitted["sequence"] = _up_to(dims["sequence"], CONTEXT)
+    return fitted
+
+
+def _up_to(dim: Dim, most: int) -> Dim:
+    if dim.max <= most or dim.min > most:
+        return dim
+    return dim.model_copy(update={"max": most, "opt": None if dim.opt is None else min(dim.opt, most)})
 
 
 def smallest_sizes(dims: Mapping[str, Dim]) -> dict[str, int]:

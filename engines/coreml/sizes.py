@@ -8,27 +8,6 @@ from intaglio.engines.model_engine import NO_MAXIMUM
 from intaglio.engines.shapes import largest_sizes, smallest_sizes
 from intaglio.exporters.bundle import Dim
 
-# Tokens that a key-value cache has room for unless somebody asks for another number: its buffers are held whole.
-CONTEXT = 2048
-
-
-def fit_context(dims: Mapping[str, Dim], declared: Mapping[str, Dim]) -> dict[str, Dim]:
-    """Dims with a cache of at most ``CONTEXT`` tokens, where its length is as ``declared`` and nobody's choice."""
-    fitted = dict(dims)
-    past, total = dims.get("past_sequence"), dims.get("total_sequence")
-    if past is None or total is None or past != declared["past_sequence"]:
-        return fitted
-    fitted["past_sequence"] = _up_to(past, CONTEXT - 1)
-    fitted["total_sequence"] = _up_to(total, CONTEXT)
-    fitted["sequence"] = _up_to(dims["sequence"], CONTEXT)
-    return fitted
-
-
-def _up_to(dim: Dim, most: int) -> Dim:
-    if dim.max <= most or dim.min > most:
-        return dim
-    return dim.model_copy(update={"max": most, "opt": None if dim.opt is None else min(dim.opt, most)})
-
 
 def conversion_dims(dims: Mapping[str, Dim], used: Sequence[str]) -> dict[str, int | Dim]:
     """The dims that are ``used``, each a size where it is fixed. Dependent ones follow from the others.

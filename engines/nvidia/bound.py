@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from intaglio.engines.cpu_cache import PAST, PRESENT
 from intaglio.engines.nvidia.device import DeviceArray, Memory, Recording
 from intaglio.engines.nvidia.plan import Context, Plan, PlanTensor, Shape
 from intaglio.errors import EngineError
@@ -25,7 +26,7 @@ _RECORD_FROM = 2
 class Bound:
     """Inputs and outputs of these ``shapes``, in memory that is taken once.
 
-    Raises EngineError, InputError beyond the ``budget``.
+    Inputs that are ``cached`` are buffers that each run is given, and that it changes. Raises EngineError, InputError beyond the ``budget``.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Bound:
         scratch: Scratch,
         profile: int,
         shapes: Mapping[str, Shape],
+        cached: Sequence[str],
         budget: int | None,
     ) -> None:
         self._plan, self._device, self._context, self._scratch = plan, plan.device, context, scratch
@@ -54,17 +56,16 @@ class Bound:
         self._memory: dict[str, Memory] = {}
         self._host: dict[str, np.ndarray] = {}
         self._addresses: dict[str, int] = {}
-        # Inputs that lie in buffers of a cache, each with the output that it becomes.
-        self._presents = {t.alias: t.name for t in plan.tensors.values() if t.alias is not None}
+        # The output that each buffer becomes: the same memory where the engine says so, else copied back after.
+        outputs = {tensor.alias: tensor.name for tensor in plan.tensors.values() if tensor.alias is not None}
+        self._in_place = {past: outputs[past] for past in cached if past in outputs}
+        self._copied = {past: past.replace(PAST, PRESENT, 1) for past in cached if past not in outputs}
+        buffers = {*cached, *self._in_place.values()}
         for tensor in plan.tensors.values():
-            if not self._is_cache(tensor):
+            if tensor.name not in buffers:
                 self._place(tensor, budget)
-        self._copied: dict[str, str] = {}
         self._runs = 0
         self._recording: Recording | None = None
-
-    def _is_cache(self, tensor: PlanTensor) -> bool:
-        return tensor.alias is not None or tensor.name in self._presents
 
     def _place(self, tensor: PlanTensor, budget: int | None) -> None:
         shape = self._shapes[tensor.name]
@@ -105,7 +106,8 @@ class Bound:
         moved = False
         for name, memory in buffers.items():
             moved |= self._address(name, memory.address)
-            moved |= self._place_present(name, memory)
+            if name in self._in_place:
+                moved |= self._address(self._in_place[name], memory.address)
         if self._scratch_version != self._scratch.version:
             self._context.set_scratch(self._scratch.reserve(self._needed))
             self._scratch_version, moved = self._scratch.version, True
@@ -119,19 +121,9 @@ class Bound:
         else:
             self._context.put()
         for name, present in self._copied.items():
-            memory = buffers[name]
-            self._device.copy(self._memory[present].address, memory.address, self._memory[present].nbytes)
+            nbytes = math.prod(self._shapes[present]) * self._plan.tensors[present].dtype.itemsize
+            self._device.copy(self._memory[present].address, buffers[name].address, nbytes)
         self._device.wait()
-
-    def _place_present(self, past: str, memory: Memory) -> bool:
-        """The output that a buffer becomes: itself where the engine writes in place, else copied back after."""
-        present = self._presents.get(past)
-        if present is not None:
-            return self._address(present, memory.address)
-        copied = past.replace("past_key_values.", "present.", 1)
-        if copied in self._memory:
-            self._copied[past] = copied
-        return False
 
     def _record(self) -> None:
         if not self._context.can_be_recorded():

@@ -33,7 +33,9 @@ class Device:
         name: bytes = self._call("cuDeviceGetName", 256, handle)
         attributes = driver.CUdevice_attribute
         major, minor = (
-            self._call("cuDeviceGetAttribute", getattr(attributes, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}"), handle)
+            self._call(
+                "cuDeviceGetAttribute", getattr(attributes, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}"), handle
+            )
             for part in ("MAJOR", "MINOR")
         )
         self.name, self.capability = name.split(b"\0")[0].decode(), 10 * major + minor

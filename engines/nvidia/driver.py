@@ -45,7 +45,9 @@ def open_driver() -> Any:
         )
     count = call(driver, "cuDeviceGetCount")
     if not count:
-        raise EngineError(f"there is no NVIDIA GPU to run on: the driver counts none; {device_files()}. {_WHAT_WOULD_DO}")
+        raise EngineError(
+            f"there is no NVIDIA GPU to run on: the driver counts none; {device_files()}. {_WHAT_WOULD_DO}"
+        )
     return driver
 
 
@@ -63,7 +65,9 @@ def device_files() -> str:
     if sys.platform == "win32":
         return "device files are not looked for on Windows"
     found = sorted(file.name for file in _DEVICES.glob("nvidia*"))
-    return f"of device files there are /dev/{', /dev/'.join(found)}" if found else "there is no device file /dev/nvidia*"
+    return (
+        f"of device files there are /dev/{', /dev/'.join(found)}" if found else "there is no device file /dev/nvidia*"
+    )
 
 
 def call(driver: Any, function: str, *arguments: Any) -> Any:

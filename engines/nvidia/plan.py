@@ -130,8 +130,10 @@ class Plan:
             if kind not in _DTYPES:
                 raise EngineError(f"{self.name}: {name} is {kind}, which NumPy does not hold; give it another type")
             is_input = engine.get_tensor_mode(name) == self._trt.TensorIOMode.INPUT
-            alias = None if is_input or not hasattr(engine, "get_aliased_input_tensor") else (
-                engine.get_aliased_input_tensor(name) or None
+            alias = (
+                None
+                if is_input or not hasattr(engine, "get_aliased_input_tensor")
+                else (engine.get_aliased_input_tensor(name) or None)
             )
             on_host = engine.get_tensor_location(name) == self._trt.TensorLocation.HOST
             shape = tuple(engine.get_tensor_shape(name))
@@ -240,7 +242,7 @@ class Context:
 
 
 def _logger(trt: Any, said: list[str]) -> Any:
-    class Logger(trt.ILogger):  # type: ignore[misc, name-defined]
+    class Logger(trt.ILogger):
         """Keeps what went wrong."""
 
         def __init__(self) -> None:

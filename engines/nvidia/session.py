@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from intaglio.engines.cpu_cache import PAST, PRESENT, FilledPast
 from intaglio.engines.nvidia.bound import Bound
-from intaglio.engines.nvidia.device import Device, DeviceArray, Memory
+from intaglio.engines.nvidia.cache_buffers import POSITION, TOKENS, buffer, buffered_feeds
+from intaglio.engines.nvidia.device import Device, Memory
 from intaglio.engines.nvidia.plan import Plan, PlanTensor, Shape
 from intaglio.engines.shapes import Interface, check_feeds
 from intaglio.errors import EngineError, InputError
 from intaglio.exporters.bundle import Dim
 
-# What lowering to buffers of a fixed length adds and lengthens: see ScatterCachePass.
-_POSITION, _MASK, _TOKENS = "position", "attention_mask", "input_ids"
 # Sets of shapes that stay bound: a step, a prompt before it, and one more.
 _MOST_BOUND = 3
 
@@ -36,7 +35,7 @@ class GpuCache:
 
 class GpuSession:
     """A stage on the GPU. ``run`` takes and gives NumPy arrays; outputs named ``resident`` stay on the GPU, as
-    :class:`DeviceArray`, which the next run takes as they are.
+    :class:`~intaglio.engines.nvidia.device.DeviceArray`, which the next run takes as they are.
 
     Memory is taken for a set of shapes when it is first run, and kept for the last few sets; what an engine works in is
     shared by all of them. From the second run of a set on, its work is recorded and run as one call. ``again`` is the
@@ -58,8 +57,7 @@ class GpuSession:
         self._scratch = Scratch(plan.device, name, budget)
         self._bound: OrderedDict[tuple[Shape, ...], Bound] = OrderedDict()
         pasts = [tensor for tensor in stage.inputs if tensor.name.startswith(PAST)]
-        self._pasts = pasts if _POSITION in plan.tensors else []
-        # Buffers of a cache that a run takes and gives whole, for a comparison.
+        self._pasts = pasts if POSITION in plan.tensors else []
         self._close = weakref.finalize(self, plan.save_cache)
 
     def close(self) -> None:
@@ -116,35 +114,27 @@ class GpuSession:
         first, *others = self._pasts
         filled = {first.name: FilledPast(first, cache)}
         self._check({**feeds, **filled}, unchecked={tensor.name for tensor in others})
-        tokens = feeds[_TOKENS].shape[1]
-        bound = self._append(feeds, cache, tokens)
-        found = self._results(bound, list(outputs), ())
-        cache.length += tokens
+        found = self._results(self._append(feeds, cache), list(outputs), ())
+        cache.length += feeds[TOKENS].shape[1]
         return found
 
     # --- one run ---------------------------------------------------------------------------------------------
 
-    def _append(self, feeds: Mapping[str, np.ndarray], cache: GpuCache, tokens: int) -> Bound:
-        context = self._context
-        if cache.length + tokens > context:
+    def _append(self, feeds: Mapping[str, np.ndarray], cache: GpuCache) -> Bound:
+        """Runs the engine behind what is in the cache, which it appends to."""
+        if cache.length + feeds[TOKENS].shape[1] > self._context:
             raise InputError(
-                f"{self.name}: {tokens} tokens cannot be appended to {cache.length}: the engine's context is {context}. "
-                f'Compile for a longer one, with --shapes "total_sequence=MIN:OPT:MAX": {self._again}'
+                f"{self.name}: {feeds[TOKENS].shape[1]} tokens cannot be appended to {cache.length}: the engine's "
+                f"context is {self._context}. {self._wider('total_sequence')}"
             )
-        given = dict(feeds)
-        mask = feeds[_MASK]
-        given[_MASK] = np.zeros((mask.shape[0], context), mask.dtype)
-        given[_MASK][:, : mask.shape[1]] = mask
-        given[_POSITION] = np.array([cache.length], np.int64)
-        return self._run(given, cache.buffers)
+        return self._run(buffered_feeds(self.name, feeds, cache.length, self._context), cache.buffers)
 
     def _run(self, feeds: Mapping[str, Any], buffers: Mapping[str, Memory] | None = None) -> Bound:
         """Runs the engine. ``buffers`` are inputs that lie on the GPU and are changed in place."""
         self._device.make_current()
         shapes = {name: tuple(feed.shape) for name, feed in feeds.items()}
         for name in buffers or {}:
-            batch = next(iter(shapes.values()))[0]
-            shapes[name] = (batch, *self._plan.tensors[name].shape[1:])
+            shapes[name] = (shapes[TOKENS][0], *self._plan.tensors[name].shape[1:])
         bound = self._bound_for(shapes)
         for name, feed in feeds.items():
             bound.feed(name, feed)
@@ -162,7 +152,9 @@ class GpuSession:
             _, oldest = self._bound.popitem(last=False)
             # Making one takes long where it compiles.
             context = oldest.release()
-        bound = Bound(self._plan, context or self._plan.new_context(), self._scratch, profile, shapes, self._budget)
+        cached = [tensor.name for tensor in self._pasts]
+        context = context or self._plan.new_context()
+        bound = Bound(self._plan, context, self._scratch, profile, shapes, cached, self._budget)
         self._bound[key] = bound
         return bound
 
@@ -185,8 +177,7 @@ class GpuSession:
                 f"with them as a set of --shapes: {self._again}"
             )
         raise InputError(
-            f"{self.name}: {dim} is {size}, and the engine was compiled for {' and '.join(ranges)}. Compile for it, with "
-            f'--shapes "{dim}=MIN:OPT:MAX": {self._again}'
+            f"{self.name}: {dim} is {size}, and the engine was compiled for {' and '.join(ranges)}. {self._wider(dim)}"
         )
 
     def _misfit(
@@ -222,17 +213,21 @@ class GpuSession:
         """Names, dtypes and shapes; a size out of range names the command that widens it."""
         check_feeds(self.name, self.stage, {}, feeds, unchecked)
         for tensor in self.stage.inputs:
-            for dim, size in zip(tensor.shape or (), feeds[tensor.name].shape, strict=False) if (
-                tensor.name in feeds
-            ) else ():
-                bounds = self.dims.get(dim) if isinstance(dim, str) else None
-                if bounds is not None and not bounds.min <= size <= bounds.max:
-                    raise InputError(
-                        f"{self.name}: {dim} is {size}, and the engine was compiled for "
-                        f"{_range_text(bounds.min, bounds.max)}. Compile for it, with "
-                        f'--shapes "{dim}=MIN:OPT:MAX": {self._again}'
-                    )
+            if tensor.name in feeds:
+                self._check_range(tensor.shape or (), feeds[tensor.name].shape)
         check_feeds(self.name, self.stage, self.dims, feeds, unchecked)
+
+    def _check_range(self, dims: Sequence[int | str], shape: Shape) -> None:
+        for dim, size in zip(dims, shape, strict=True):
+            bounds = self.dims.get(dim) if isinstance(dim, str) else None
+            if bounds is not None and not bounds.min <= size <= bounds.max:
+                raise InputError(
+                    f"{self.name}: {dim} is {size}, and the engine was compiled for "
+                    f"{_range_text(bounds.min, bounds.max)}. {self._wider(str(dim))}"
+                )
+
+    def _wider(self, dim: str) -> str:
+        return f'Compile for it, with --shapes "{dim}=MIN:OPT:MAX": {self._again}'
 
     # --- a cache that is given whole -------------------------------------------------------------------------
 
@@ -246,29 +241,25 @@ class GpuSession:
         batch, length = (next(iter(past.values())).shape[axis] for axis in (0, 2))
         cache = self.new_cache(batch)
         assert cache is not None, "there is a cache"
+        if length > self._context:
+            raise InputError(
+                f"{self.name}: the past has {length} tokens, and the engine's context is {self._context}. "
+                f"{self._wider('total_sequence')}"
+            )
         for name, array in past.items():
-            self._write_past(self._plan.tensors[name], cache.buffers[name], array)
+            whole = buffer(array.astype(self._plan.tensors[name].dtype), self._context)
+            self._device.write(cache.buffers[name].address, whole)
         cache.length = length
-        tokens = feeds[_TOKENS].shape[1]
-        bound = self._append({name: feed for name, feed in feeds.items() if name not in past}, cache, tokens)
+        bound = self._append({name: feed for name, feed in feeds.items() if name not in past}, cache)
         names = [tensor.name for tensor in self.stage.outputs if outputs is None or tensor.name in outputs]
         presents = {name.replace(PAST, PRESENT, 1): name for name in past}
         found = self._results(bound, [name for name in names if name not in presents], ())
+        length += feeds[TOKENS].shape[1]
         for name in names:
             if name in presents:
                 whole = self._read_past(self._plan.tensors[presents[name]], cache, presents[name])
-                found[name] = whole[:, :, : length + tokens].astype(past[presents[name]].dtype)
+                found[name] = whole[:, :, :length].astype(past[presents[name]].dtype)
         return {name: found[name] for name in names}
-
-    def _write_past(self, tensor: PlanTensor, memory: Memory, past: np.ndarray) -> None:
-        whole = np.zeros((past.shape[0], *tensor.shape[1:]), tensor.dtype)
-        if past.shape[2] > whole.shape[2]:
-            raise InputError(
-                f"{self.name}: the past has {past.shape[2]} tokens, and the engine's context is {whole.shape[2]}. Compile "
-                f'for a longer one, with --shapes "total_sequence=MIN:OPT:MAX": {self._again}'
-            )
-        whole[:, :, : past.shape[2]] = past
-        self._device.write(memory.address, whole)
 
     def _read_past(self, tensor: PlanTensor, cache: GpuCache, name: str) -> np.ndarray:
         whole = np.empty((cache.batch, *tensor.shape[1:]), tensor.dtype)
@@ -306,6 +297,3 @@ def _range_text(least: int, most: int) -> str:
 
 def _shapes_text(shapes: Mapping[str, Shape]) -> str:
     return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
-
-
-__all__ = ["DeviceArray", "GpuCache", "GpuSession", "Scratch"]
