@@ -9,6 +9,9 @@ from typing import Any, Protocol
 from intaglio.errors import InputError
 from intaglio.exporters.bundle import Dim, evaluate_dim, expression_names
 
+# Tokens that a key-value cache has room for unless somebody asks for another number: its buffers are held whole.
+CONTEXT = 2048
+
 
 class Tensor(Protocol):
     """An input or output; ``shape`` None is of unknown rank."""
@@ -51,6 +54,29 @@ def override_dims(dims: Mapping[str, Dim], shapes: str | None) -> dict[str, Dim]
                 raise InputError(f"--shapes: {name}={size} is not a multiple of {declared.multiple_of}")
         result[name] = declared.model_copy(update={"min": low, "opt": opt, "max": high})
     return result
+
+
+def fit_context(dims: Mapping[str, Dim], declared: Mapping[str, Dim]) -> dict[str, Dim]:
+    """Dims with a cache of at most ``CONTEXT`` tokens, where its length is as ``declared`` and nobody's choice.
+
+    A call of more tokens that somebody chose makes it that long.
+    """
+    fitted = dict(dims)
+    past, total, new = (dims.get(name) for name in ("past_sequence", "total_sequence", "sequence"))
+    if past is None or total is None or new is None or past != declared["past_sequence"]:
+        return fitted
+    is_chosen = new != declared["sequence"]
+    context = max(CONTEXT, new.max) if is_chosen else CONTEXT
+    fitted["past_sequence"], fitted["total_sequence"] = _up_to(past, context - 1), _up_to(total, context)
+    if not is_chosen:
+        fitted["sequence"] = _up_to(new, context)
+    return fitted
+
+
+def _up_to(dim: Dim, most: int) -> Dim:
+    if dim.max <= most or dim.min > most:
+        return dim
+    return dim.model_copy(update={"max": most, "opt": None if dim.opt is None else min(dim.opt, most)})
 
 
 def smallest_sizes(dims: Mapping[str, Dim]) -> dict[str, int]:

@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from intaglio.engines.child import REFUSED, how_it_ended, run_child
+from intaglio.engines.nvidia.cache_buffers import context_of
 from intaglio.engines.nvidia.options import read_rtx_options
 from intaglio.engines.report import StageReport, bits_per_weight
-from intaglio.errors import CompileError, EngineError, RuntimeMissingError
+from intaglio.engines.shapes import fit_context
+from intaglio.errors import CompileError, RuntimeMissingError
 from intaglio.kernels.grouped_quant import DOMAIN
 
 if TYPE_CHECKING:
     from intaglio.engines.identity import Identity
+    from intaglio.engines.nvidia.session import GpuSession
     from intaglio.engines.onnx_file import OnnxFile
     from intaglio.engines.shapes import Interface, Tensor
     from intaglio.exporters.bundle import Dim, StageInfo
@@ -59,8 +62,8 @@ def check_options(options: Mapping[str, str], sets_of_sizes: int) -> dict[str, s
 
 
 def fit_dims(dims: Mapping[str, Dim], declared: Mapping[str, Dim]) -> dict[str, Dim]:
-    """As they are."""
-    return dict(dims)
+    """Bounds the length of a key-value cache, which is of a fixed size here, where nobody did."""
+    return fit_context(dims, declared)
 
 
 def digest(artifact: Path) -> str:
@@ -80,7 +83,7 @@ def build(
 
     Raises CompileError with the child's own message, CancelledError.
     """
-    return _build(graph, artifact, stage.inputs, identity, progress)
+    return _build(graph, artifact, stage.inputs, identity, progress, context_of(stage.inputs, identity.shapes))
 
 
 def build_model(
@@ -96,6 +99,7 @@ def _build(
     inputs: tuple[Tensor, ...],
     identity: Identity,
     progress: ProgressCallback | None,
+    context: int = 0,
 ) -> StageReport:
     started = time.monotonic()
     variants = identity.variants or (identity.shapes,)
@@ -105,6 +109,7 @@ def _build(
         "inputs": [{"name": each.name, "dtype": each.dtype, "shape": each.shape} for each in inputs],
         "variants": [{name: dim.model_dump() for name, dim in dims.items()} for dims in variants],
         "options": identity.options,
+        "context": context,
     }
     done = run_child("nvidia.build", request, progress)
     if done.returncode == REFUSED and done.stderr.strip():
@@ -120,14 +125,34 @@ def _build(
     )
 
 
-def check_runs() -> None:
-    """Raises EngineError where there is no NVIDIA GPU."""
-    raise EngineError("engines of tensorrt-rtx are built and compared here, and not yet run")
+def check_runs(*, memory_budget: int | None = None) -> None:
+    """Raises EngineError where there is no NVIDIA GPU, which says what was looked for."""
+    from intaglio.engines.nvidia.device import open_device
+
+    open_device()
 
 
-def load(name: str, artifact: Path, weights: Path, stage: Interface, identity: Identity) -> Any:
-    """Loads a built stage on the GPU. Raises EngineError."""
-    check_runs()
+def load(
+    name: str,
+    artifact: Path,
+    weights: Path,
+    stage: Interface,
+    identity: Identity,
+    *,
+    memory_budget: int | None = None,
+) -> GpuSession:
+    """Loads a built stage on the GPU; ``memory_budget`` bounds what this process holds there, in bytes.
+
+    Raises EngineError where there is no GPU, or none that the engine was built for; InputError beyond the budget.
+    """
+    from intaglio.engines.nvidia.bindings import import_tensorrt_rtx
+    from intaglio.engines.nvidia.device import open_device
+    from intaglio.engines.nvidia.opening import check_rtx_capability, open_session, rebuild_command
+
+    device = open_device()
+    check_rtx_capability(device, read_rtx_options(identity.options).sm, rebuild_command(weights, identity))
+    trt = import_tensorrt_rtx()
+    return open_session(trt, device, name, artifact, weights, stage, identity, budget=memory_budget)
 
 
 def load_for_parity(name: str, artifact: Path, weights: Path, stage: Interface, identity: Identity) -> Any:
@@ -137,4 +162,5 @@ def load_for_parity(name: str, artifact: Path, weights: Path, stage: Interface, 
     from intaglio.exporters.bundle import StageInfo
 
     assert isinstance(stage, StageInfo), "the graph of an ONNX file is not kept"
-    return LoweredGraph(name, weights / stage.file, runs_as(stage), identity.shapes, identity.options)
+    context = context_of(stage.inputs, identity.shapes)
+    return LoweredGraph(name, weights / stage.file, runs_as(stage), identity.shapes, identity.options, context)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from intaglio.engines.child import REFUSED, how_it_ended, run_child
 from intaglio.engines.coreml.options import read_options
-from intaglio.engines.coreml.sizes import fit_context
 from intaglio.engines.report import StageReport, bits_per_weight
+from intaglio.engines.shapes import fit_context
 from intaglio.errors import CompileError, EngineError, RuntimeMissingError
 from intaglio.kernels.grouped_quant import DOMAIN
 

@@ -9,32 +9,6 @@ from intaglio.engines.model_engine import NO_MAXIMUM
 from intaglio.engines.shapes import largest_sizes, smallest_sizes
 from intaglio.exporters.bundle import Dim
 
-# Tokens that a key-value cache has room for unless somebody asks for another number: its buffers are held whole.
-CONTEXT = 2048
-
-
-def fit_context(dims: Mapping[str, Dim], declared: Mapping[str, Dim]) -> dict[str, Dim]:
-    """Dims with a cache of at most ``CONTEXT`` tokens, where its length is as ``declared`` and nobody's choice.
-
-    A call of more tokens that somebody chose makes it that long.
-    """
-    fitted = dict(dims)
-    past, total, new = (dims.get(name) for name in ("past_sequence", "total_sequence", "sequence"))
-    if past is None or total is None or new is None or past != declared["past_sequence"]:
-        return fitted
-    is_chosen = new != declared["sequence"]
-    context = max(CONTEXT, new.max) if is_chosen else CONTEXT
-    fitted["past_sequence"], fitted["total_sequence"] = _up_to(past, context - 1), _up_to(total, context)
-    if not is_chosen:
-        fitted["sequence"] = _up_to(new, context)
-    return fitted
-
-
-def _up_to(dim: Dim, most: int) -> Dim:
-    if dim.max <= most or dim.min > most:
-        return dim
-    return dim.model_copy(update={"max": most, "opt": None if dim.opt is None else min(dim.opt, most)})
-
 
 def conversion_dims(dims: Mapping[str, Dim], used: Sequence[str]) -> dict[str, int | Dim]:
     """The dims that are ``used``, each a size where it is fixed. Dependent ones follow from the others.

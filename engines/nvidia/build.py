@@ -22,6 +22,7 @@ from intaglio.engines.nvidia.lower import lower
 from intaglio.engines.nvidia.options import BFLOAT16_SINCE, INT4_SINCE, RtxOptions
 from intaglio.engines.nvidia.profiles import Range, profile
 from intaglio.engines.nvidia.stats import handed_over
+from intaglio.engines.shapes import Tensor
 from intaglio.errors import CompileError, IntaglioError
 from intaglio.exporters.bundle import Dim, TensorInfo
 
@@ -29,9 +30,21 @@ from intaglio.exporters.bundle import Dim, TensorInfo
 _MOST_SAID = 3
 
 
-def build(graph: Path, artifact: Path, profiles: Sequence[Mapping[str, Range]], options: RtxOptions) -> dict[str, Any]:
-    """Lowers ``graph`` and builds ``artifact`` of it; what the report says. Raises CompileError."""
-    model, notes = lowered_model(graph, options)
+def build(
+    graph: Path,
+    artifact: Path,
+    inputs: Sequence[Tensor],
+    variants: Sequence[Mapping[str, Dim]],
+    options: RtxOptions,
+    context: int = 0,
+) -> dict[str, Any]:
+    """Lowers ``graph`` and builds ``artifact`` of it; what the report says.
+
+    ``inputs`` are those of the portable graph, with the names that the dims of each of the ``variants`` have. A
+    key-value cache becomes buffers of ``context`` tokens. Raises CompileError.
+    """
+    model, notes = lowered_model(graph, options, context)
+    profiles = [profile(lowered_inputs(model, inputs), dims) for dims in variants]
     handed = handed_over(model)
     _check_capabilities(graph.stem, handed.dtypes, options.sm)
     with tempfile.TemporaryDirectory(prefix=".lowered-", dir=artifact.parent) as folder:
@@ -49,16 +62,34 @@ def build(graph: Path, artifact: Path, profiles: Sequence[Mapping[str, Range]], 
     }
 
 
-def lowered_model(graph: Path, options: RtxOptions) -> tuple[ir.Model, list[str]]:
-    """The portable ``graph`` as TensorRT is given it, and what the report says of that. Raises CompileError."""
+def lowered_model(graph: Path, options: RtxOptions, context: int = 0) -> tuple[ir.Model, list[str]]:
+    """The portable ``graph`` as TensorRT is given it, and what the report says of that. Raises CompileError.
+
+    ``context`` is the length of the buffers that a key-value cache becomes; 0 leaves it as it is.
+    """
     model = load_graph(graph)
     notes = [f"{name}: {reason}" for name, reason in broken_constants(model.graph).items()]
     if options.dtype is not None and activation_dtype(model) == "float32":
         narrow = NarrowDtypePass(ir.DataType.FLOAT16)
         narrow(model)
         notes += [f"{name} stays float32: {reason}" for name, reason in narrow.kept.items()]
-    notes += lower(model, "tensorrt-rtx")
+    notes += lower(model, "tensorrt-rtx", context=context)
     return model, notes
+
+
+def lowered_inputs(model: ir.Model, declared: Sequence[Tensor]) -> list[TensorInfo]:
+    """The inputs of the lowered ``model``: named as the portable ones, fixed where lowering fixed or added them."""
+    names = {tensor.name: tensor.shape for tensor in declared}
+    result = []
+    for value in model.graph.inputs:
+        assert value.dtype is not None and value.name is not None
+        shape = value.shape
+        if shape is None:
+            raise CompileError(f"the input {value.name!r} is of unknown rank, and TensorRT must know it")
+        known = names.get(value.name) or tuple(str(dim) for dim in shape)
+        dims = tuple(dim if isinstance(dim, int) else name for dim, name in zip(shape, known, strict=True))
+        result.append(TensorInfo(name=value.name, dtype=value.dtype.numpy().name, shape=dims))
+    return result
 
 
 def _check_capabilities(name: str, dtypes: Sequence[str], sm: Sequence[int]) -> None:
@@ -108,7 +139,7 @@ def _profile(builder: Any, network: Any, ranges: Mapping[str, Range], name: str)
 
 
 def _logger(trt: Any, said: list[str]) -> Any:
-    class Logger(trt.ILogger):  # type: ignore[misc, name-defined]
+    class Logger(trt.ILogger):
         """Keeps what went wrong."""
 
         def __init__(self) -> None:
@@ -125,7 +156,7 @@ def _logger(trt: Any, said: list[str]) -> Any:
 
 
 def _monitor(trt: Any, name: str) -> Any:
-    class Monitor(trt.IProgressMonitor):  # type: ignore[misc, name-defined]
+    class Monitor(trt.IProgressMonitor):
         """Tells the parent how far the outermost phase is."""
 
         def __init__(self) -> None:
@@ -165,7 +196,7 @@ def main() -> int:
         inputs = [TensorInfo.model_validate(each) for each in request["inputs"]]
         dims = [{name: Dim.model_validate(dim) for name, dim in each.items()} for each in request["variants"]]
         result = build(
-            graph, artifact, [profile(inputs, each) for each in dims], RtxOptions.model_validate(request["options"])
+            graph, artifact, inputs, dims, RtxOptions.model_validate(request["options"]), request.get("context", 0)
         )
     except IntaglioError as error:
         sys.stderr.write(" ".join(str(error).split()) + "\n")

@@ -22,6 +22,7 @@ from intaglio.engines.coreml import sizes
 from intaglio.engines.coreml.description import read_description
 from intaglio.engines.engine import open_engine, read_report
 from intaglio.engines.model_engine import load_model, read_model_engine
+from intaglio.engines.shapes import fit_context
 from intaglio.errors import CompileError, EngineError, InputError, RuntimeMissingError
 from intaglio.exporters.bundle import Dim, read_bundle
 
@@ -329,12 +330,12 @@ def test_a_cache_is_bounded_unless_somebody_chose_its_length() -> None:
         "past_sequence": Dim(min=0, max=8191),
         "total_sequence": Dim(min=1, max=8192, expression="past_sequence + sequence"),
     }
-    fitted = sizes.fit_context(declared, declared)
+    fitted = fit_context(declared, declared)
     assert (fitted["past_sequence"].max, fitted["total_sequence"].max) == (sizes.CONTEXT - 1, sizes.CONTEXT)
     chosen = {**declared, "past_sequence": Dim(min=0, max=4095)}
-    assert sizes.fit_context(chosen, declared) == chosen
+    assert fit_context(chosen, declared) == chosen
     calls = {**declared, "sequence": Dim(min=1, max=4096)}
-    assert sizes.fit_context(calls, declared)["past_sequence"].max == 4095
-    assert sizes.fit_context(calls, declared)["sequence"].max == 4096
+    assert fit_context(calls, declared)["past_sequence"].max == 4095
+    assert fit_context(calls, declared)["sequence"].max == 4096
     short = {name: dim.model_copy(update={"max": min(dim.max, 64)}) for name, dim in declared.items()}
-    assert sizes.fit_context(short, short) == short
+    assert fit_context(short, short) == short

@@ -1,0 +1,87 @@
+"""NVIDIA's driver and its bindings, which are an extra; why there is no GPU where there is none."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from intaglio.errors import EngineError, RuntimeMissingError
+
+_LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+_DEVICES = Path("/dev")
+_WHAT_WOULD_DO = (
+    "Install NVIDIA's driver, give a container its GPUs (docker run --gpus all), or look whether CUDA_VISIBLE_DEVICES "
+    "hides them. `intaglio compile` and `intaglio parity` need none, and the target cpu runs everywhere"
+)
+
+
+def import_driver() -> Any:
+    """``cuda.bindings.driver``. Raises RuntimeMissingError saying how to install it."""
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise RuntimeMissingError(
+            f"cuda-python cannot be imported ({error}). Install intaglio with its extra `tensorrt-rtx`: "
+            "from a checkout, pip install '.[tensorrt-rtx]'"
+        ) from error
+
+
+def open_driver() -> Any:
+    """The driver's bindings, after ``cuInit``. Raises EngineError that says what was looked for, RuntimeMissingError."""
+    driver = import_driver()
+    if (missing := missing_library()) is not None:
+        raise EngineError(f"there is no NVIDIA GPU to run on: {missing}, and {device_files()}. {_WHAT_WOULD_DO}")
+    try:
+        (code,) = driver.cuInit(0)
+    except Exception as error:  # the bindings' own loader
+        raise EngineError(f"NVIDIA's driver cannot be loaded: {error}; {device_files()}. {_WHAT_WOULD_DO}") from error
+    if int(code) != 0:
+        raise EngineError(
+            f"there is no NVIDIA GPU to run on: {_LIBRARY} is there, and cuInit gives {int(code)} "
+            f"({error_name(driver, code)}); {device_files()}. {_WHAT_WOULD_DO}"
+        )
+    count = call(driver, "cuDeviceGetCount")
+    if not count:
+        raise EngineError(
+            f"there is no NVIDIA GPU to run on: the driver counts none; {device_files()}. {_WHAT_WOULD_DO}"
+        )
+    return driver
+
+
+def missing_library() -> str | None:
+    """Why the driver's library cannot be loaded; None if it can."""
+    try:
+        ctypes.CDLL(_LIBRARY)
+    except OSError as error:
+        return f"the driver's library {_LIBRARY} cannot be loaded ({error})"
+    return None
+
+
+def device_files() -> str:
+    """What the system has of device files, in words."""
+    if sys.platform == "win32":
+        return "device files are not looked for on Windows"
+    found = sorted(file.name for file in _DEVICES.glob("nvidia*"))
+    return (
+        f"of device files there are /dev/{', /dev/'.join(found)}" if found else "there is no device file /dev/nvidia*"
+    )
+
+
+def call(driver: Any, function: str, *arguments: Any) -> Any:
+    """What a function of the driver gives besides its code. Raises EngineError naming function and code."""
+    code, *results = getattr(driver, function)(*arguments)
+    if int(code) != 0:
+        raise EngineError(f"CUDA's {function} failed with {int(code)} ({error_name(driver, code)})")
+    return results[0] if len(results) == 1 else tuple(results) or None
+
+
+def error_name(driver: Any, code: Any) -> str:
+    """What the driver calls one of its codes."""
+    try:
+        failed, name = driver.cuGetErrorName(code)
+    except Exception:  # of a driver that cannot be loaded
+        return getattr(code, "name", "unknown")
+    return name.decode() if int(failed) == 0 and name else getattr(code, "name", "unknown")

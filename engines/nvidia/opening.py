@@ -1,0 +1,72 @@
+"""How a stage of either TensorRT target is opened on the GPU, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from intaglio.engines.cpu import runs_as
+from intaglio.engines.nvidia.device import Device
+from intaglio.engines.nvidia.options import RTX_CAPABILITIES
+from intaglio.engines.nvidia.plan import Plan
+from intaglio.engines.nvidia.session import GpuSession
+from intaglio.errors import EngineError
+from intaglio.exporters.bundle import StageInfo
+
+if TYPE_CHECKING:
+    from intaglio.engines.identity import Identity
+    from intaglio.engines.shapes import Interface
+
+# What TensorRT for RTX compiled on the GPU lies beside the engine, under this suffix.
+RUNTIME_CACHE = ".runtime-cache"
+# The first of those that an engine without a list of capabilities runs on.
+_PORTABLE_SINCE = 80
+
+
+def open_session(
+    trt: Any,
+    device: Device,
+    name: str,
+    artifact: Path,
+    weights: Path,
+    stage: Interface,
+    identity: Identity,
+    *,
+    budget: int | None = None,
+) -> GpuSession:
+    """A session of the engine ``artifact`` on ``device``; ``budget`` bounds what this process holds there, in bytes.
+
+    Raises EngineError, InputError beyond the budget.
+    """
+    again = rebuild_command(weights, identity)
+    plan = Plan(trt, device, artifact, again=again, runtime_cache=artifact.with_suffix(RUNTIME_CACHE), budget=budget)
+    interface = runs_as(stage) if isinstance(stage, StageInfo) else stage
+    return GpuSession(name, plan, interface, identity.shapes, again=again, budget=budget)
+
+
+def rebuild_command(weights: Path, identity: Identity) -> str:
+    """The command that builds the engine of the bundle, or of the model, in the folder ``weights``."""
+    options = "".join(f" --{name.replace('_', '-')} {value}" for name, value in identity.options.items())
+    return f"`intaglio compile {weights} --target {identity.target}{options}`"
+
+
+def check_rtx_capability(device: Device, sm: Sequence[int], again: str) -> None:
+    """Raises EngineError where an engine for the compute capabilities ``sm`` (none: the portable set) does not run."""
+    has = device.capability
+    if has not in RTX_CAPABILITIES:
+        known = ", ".join(str(each / 10) for each in RTX_CAPABILITIES)
+        raise EngineError(
+            f"{device.name} has compute capability {has / 10}, and TensorRT for RTX runs on {known}: compile for the "
+            "target tensorrt, or for cuda"
+        )
+    if sm and has not in sm:
+        raise EngineError(
+            f"the engine was compiled for compute capability {', '.join(str(each / 10) for each in sm)}, and "
+            f"{device.name} has {has / 10}; build again with --sm {','.join(map(str, sorted({*sm, has})))}: {again}"
+        )
+    if not sm and has < _PORTABLE_SINCE:
+        raise EngineError(
+            f"the engine is portable from compute capability {_PORTABLE_SINCE / 10} on, and {device.name} has {has / 10}; "
+            f"build again with --sm {has}: {again}"
+        )

@@ -1,0 +1,523 @@
+"""Stands in for a GPU: CUDA's driver over NumPy memory, and TensorRT's runtime over onnxruntime.
+
+An "engine" is the lowered graph with its profiles, which the build writes where TensorRT would write a plan. The names
+are those of the real bindings: ``test_session`` compares them. Work on the stream is done when it is waited for, so that
+what does not wait finds nothing; memory is filled with what is no number, so that what nobody wrote is seen.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from intaglio.engines.lowering.widen_dtype import WidenDtypePass
+from intaglio.engines.nvidia.profiles import Range
+
+POISON = 0xFF
+_OUT_OF_MEMORY, _INVALID = 2, 1
+Work = Callable[[], None]
+
+
+# --- CUDA --------------------------------------------------------------------------------------------------------
+
+
+class Code(int):
+    """A result code."""
+
+
+@dataclass
+class Driver:
+    """``cuda.bindings.driver`` of one GPU of ``total`` bytes. What it was asked for is counted."""
+
+    capability: tuple[int, int] = (8, 6)
+    total: int = 8 << 30
+    init_code: int = 0
+    count: int = 1
+    memory: dict[int, np.ndarray] = field(default_factory=dict)
+    queue: list[Work] = field(default_factory=list)
+    recorded: list[Work] | None = None
+    graphs: dict[int, list[Work]] = field(default_factory=dict)
+    launches: int = 0
+    recordings: int = 0
+    most_bytes: int = 0
+    fails_to_record: bool = False
+    _next: int = 0x7F0000000000
+
+    CUdevice_attribute = types.SimpleNamespace(
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=75, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=76
+    )
+    CUstream_flags = types.SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
+    CUstreamCaptureMode = types.SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
+
+    @property
+    def used(self) -> int:
+        return sum(map(len, self.memory.values()))
+
+    def at(self, address: int, nbytes: int) -> np.ndarray:
+        """The bytes there, which must be of one allocation that has not been given back."""
+        for start, content in self.memory.items():
+            if start <= address and address + nbytes <= start + len(content):
+                return content[address - start : address - start + nbytes]
+        raise AssertionError(f"{nbytes} bytes at {address:#x} are no memory of the GPU")
+
+    def put(self, work: Work) -> tuple[Code]:
+        (self.queue if self.recorded is None else self.recorded).append(work)
+        return (Code(0),)
+
+    def cuInit(self, flags: int) -> tuple[Code]:
+        return (Code(self.init_code),)
+
+    def cuGetErrorName(self, code: int) -> tuple[Code, bytes]:
+        return Code(0), {2: b"CUDA_ERROR_OUT_OF_MEMORY", 100: b"CUDA_ERROR_NO_DEVICE"}.get(int(code), b"CUDA_ERROR")
+
+    def cuDeviceGetCount(self) -> tuple[Code, int]:
+        return Code(0), self.count
+
+    def cuDeviceGet(self, ordinal: int) -> tuple[Code, int]:
+        return Code(0), ordinal
+
+    def cuDeviceGetName(self, length: int, device: int) -> tuple[Code, bytes]:
+        return Code(0), b"Stand-in GPU".ljust(length, b"\0")
+
+    def cuDeviceGetAttribute(self, attribute: int, device: int) -> tuple[Code, int]:
+        return Code(0), self.capability[attribute - 75]
+
+    def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[Code, str]:
+        return Code(0), "context"
+
+    def cuCtxSetCurrent(self, context: str) -> tuple[Code]:
+        return (Code(0 if context == "context" else _INVALID),)
+
+    def cuStreamCreate(self, flags: int) -> tuple[Code, int]:
+        return Code(0), 7
+
+    def cuStreamSynchronize(self, stream: int) -> tuple[Code]:
+        assert stream == 7 and self.recorded is None, "a stream that records cannot be waited for"
+        queue, self.queue = self.queue, []
+        for work in queue:
+            work()
+        return (Code(0),)
+
+    def cuMemGetInfo(self) -> tuple[Code, int, int]:
+        return Code(0), self.total - self.used, self.total
+
+    def cuMemAlloc(self, nbytes: int) -> tuple[Code, int]:
+        assert self.recorded is None, "no memory while the stream records"
+        if self.used + nbytes > self.total:
+            return Code(_OUT_OF_MEMORY), 0
+        address, self._next = self._next, self._next + nbytes + 4096
+        self.memory[address] = np.full(nbytes, POISON, np.uint8)
+        self.most_bytes = max(self.most_bytes, self.used)
+        return Code(0), address
+
+    def cuMemFree(self, address: int) -> tuple[Code]:
+        # As the real one, it waits for what may use the memory.
+        if self.recorded is None:
+            self.cuStreamSynchronize(7)
+        del self.memory[int(address)]
+        return (Code(0),)
+
+    def cuMemcpyHtoDAsync(self, target: int, source: int, nbytes: int, stream: int) -> tuple[Code]:
+        return self.put(lambda: _copy(self.at(target, nbytes), _host(source, nbytes)))
+
+    def cuMemcpyDtoHAsync(self, target: int, source: int, nbytes: int, stream: int) -> tuple[Code]:
+        return self.put(lambda: _copy(_host(target, nbytes), self.at(source, nbytes)))
+
+    def cuMemcpyDtoDAsync(self, target: int, source: int, nbytes: int, stream: int) -> tuple[Code]:
+        return self.put(lambda: _copy(self.at(target, nbytes), self.at(source, nbytes)))
+
+    def cuMemsetD8Async(self, target: int, value: int, count: int, stream: int) -> tuple[Code]:
+        return self.put(lambda: self.at(target, count).fill(value))
+
+    def cuStreamBeginCapture(self, stream: int, mode: int) -> tuple[Code]:
+        assert not self.queue, "nothing of before is to be waited for"
+        self.recorded = []
+        return (Code(0),)
+
+    def cuStreamEndCapture(self, stream: int) -> tuple[Code, list[Work] | None]:
+        recorded, self.recorded = self.recorded, None
+        return (Code(901), None) if self.fails_to_record else (Code(0), recorded)
+
+    def cuGraphInstantiate(self, graph: list[Work], flags: int) -> tuple[Code, int]:
+        self.recordings += 1
+        self.graphs[self.recordings] = graph
+        return Code(0), self.recordings
+
+    def cuGraphLaunch(self, graph: int, stream: int) -> tuple[Code]:
+        self.launches += 1
+        self.queue.extend(self.graphs[graph])
+        return (Code(0),)
+
+    def cuGraphDestroy(self, graph: list[Work]) -> tuple[Code]:
+        return (Code(0),)
+
+    def cuGraphExecDestroy(self, graph: int) -> tuple[Code]:
+        del self.graphs[graph]
+        return (Code(0),)
+
+
+def _host(address: int, nbytes: int) -> np.ndarray:
+    import ctypes
+
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+
+def _copy(target: np.ndarray, source: np.ndarray) -> None:
+    target[...] = source
+
+
+# --- TensorRT ----------------------------------------------------------------------------------------------------
+
+
+class ILogger:
+    """As TensorRT's."""
+
+    INTERNAL_ERROR, ERROR, WARNING, INFO, VERBOSE = range(5)
+
+    def log(self, severity: int, message: str) -> None:
+        """Overridden."""
+
+
+class TensorIOMode(enum.Enum):
+    INPUT, OUTPUT = 1, 2
+
+
+class TensorLocation(enum.Enum):
+    DEVICE, HOST = 0, 1
+
+
+class EngineValidity(enum.Enum):
+    VALID, SUBOPTIMAL, INVALID = 0, 1, 2
+
+
+class EngineInvalidityDiagnostics(enum.IntEnum):
+    VERSION_MISMATCH, UNSUPPORTED_CC, OLD_CUDA_DRIVER, MALFORMED_ENGINE = 1, 2, 4, 32
+
+
+class ExecutionContextAllocationStrategy(enum.Enum):
+    STATIC, ON_PROFILE_CHANGE, USER_MANAGED = 0, 1, 2
+
+
+class CudaGraphStrategy(enum.Enum):
+    DISABLED, WHOLE_GRAPH_CAPTURE = 0, 1
+
+
+class DataType(enum.Enum):
+    FLOAT, HALF, BF16, INT8, INT32, INT64, BOOL, UINT8 = range(8)
+
+
+_TYPES = {
+    np.dtype(np.float32): DataType.FLOAT,
+    np.dtype(np.float16): DataType.HALF,
+    np.dtype(ml_dtypes.bfloat16): DataType.BF16,
+    np.dtype(np.int8): DataType.INT8,
+    np.dtype(np.int32): DataType.INT32,
+    np.dtype(np.int64): DataType.INT64,
+    np.dtype(np.bool_): DataType.BOOL,
+    np.dtype(np.uint8): DataType.UINT8,
+}
+
+
+class IRuntimeCache:
+    """Holds a word for each set of shapes that ran."""
+
+    def __init__(self, gpu: str) -> None:
+        self.gpu, self.words = gpu, set[str]()
+
+    def deserialize(self, blob: bytes) -> bool:
+        content = json.loads(blob)
+        if content["gpu"] != self.gpu:
+            return False
+        self.words = set(content["words"])
+        return True
+
+    def serialize(self) -> memoryview:
+        return memoryview(json.dumps({"gpu": self.gpu, "words": sorted(self.words)}).encode())
+
+
+class IRuntimeConfig:
+    """As TensorRT's for RTX."""
+
+    def __init__(self, gpu: str) -> None:
+        self.cuda_graph_strategy = CudaGraphStrategy.DISABLED
+        self._strategy, self._gpu = ExecutionContextAllocationStrategy.STATIC, gpu
+        self._cache: IRuntimeCache | None = None
+
+    def set_execution_context_allocation_strategy(self, strategy: ExecutionContextAllocationStrategy) -> None:
+        self._strategy = strategy
+
+    def create_runtime_cache(self) -> IRuntimeCache:
+        return IRuntimeCache(self._gpu)
+
+    def set_runtime_cache(self, cache: IRuntimeCache) -> bool:
+        self._cache = cache
+        return True
+
+    def get_runtime_cache(self) -> IRuntimeCache | None:
+        return self._cache
+
+
+class Runtime:
+    """Reads engines that the stand-in built."""
+
+    engine_header_size = 16
+
+    def __init__(self, trt: TensorRT, logger: ILogger) -> None:
+        self._trt, self._logger = trt, logger
+
+    def get_engine_validity(self, buffer: Any) -> tuple[EngineValidity, int]:
+        is_ours = bytes(buffer[:8]) == b"STANDIN\n"
+        found = 0 if is_ours else int(EngineInvalidityDiagnostics.MALFORMED_ENGINE)
+        found |= self._trt.invalid
+        return (EngineValidity.INVALID if found else EngineValidity.VALID), found
+
+    def deserialize_cuda_engine(self, serialized_engine: Any) -> ICudaEngine | None:
+        if self._trt.refuses:
+            self._logger.log(ILogger.ERROR, "the stand-in refuses it")
+            return None
+        return ICudaEngine(self._trt, bytes(serialized_engine))
+
+
+class ICudaEngine:
+    """An engine: a graph and its profiles."""
+
+    def __init__(self, trt: TensorRT, content: bytes) -> None:
+        self.trt = trt
+        mark, header, graph = content.split(b"\n", 2)
+        assert mark == b"STANDIN"
+        self.profiles: list[dict[str, list[list[int]]]] = json.loads(header)["profiles"]
+        self.num_optimization_profiles = len(self.profiles)
+        model = ir.serde.deserialize_model(onnx.load_from_string(graph))
+        self.tensors: dict[str, tuple[bool, np.dtype, tuple[int | str, ...]]] = {}
+        for is_input, values in ((True, model.graph.inputs), (False, model.graph.outputs)):
+            for value in values:
+                dims = tuple(dim if isinstance(dim, int) else str(dim.value) for dim in value.shape or ())
+                assert value.name is not None and value.dtype is not None
+                self.tensors[value.name] = is_input, value.dtype.numpy(), dims
+        self.num_io_tensors = len(self.tensors)
+        self.aliases = {
+            node.outputs[0].name: node.inputs[0].name
+            for node in model.graph
+            if node.op_type == "TensorScatter" and node.outputs[0].is_graph_output() and node.inputs[0].is_graph_input()
+        }
+        WidenDtypePass(ir.DataType.BFLOAT16, [])(model)
+        options = ort.SessionOptions()
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.log_severity_level = 4
+        data = ir.serde.serialize_model(model).SerializeToString()
+        self.session = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+
+    def get_tensor_name(self, index: int) -> str:
+        return list(self.tensors)[index]
+
+    def get_tensor_mode(self, name: str) -> TensorIOMode:
+        return TensorIOMode.INPUT if self.tensors[name][0] else TensorIOMode.OUTPUT
+
+    def get_tensor_dtype(self, name: str) -> DataType:
+        return _TYPES[self.tensors[name][1]]
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return tuple(dim if isinstance(dim, int) else -1 for dim in self.tensors[name][2])
+
+    def get_tensor_location(self, name: str) -> TensorLocation:
+        return TensorLocation.HOST if name in self.trt.on_host else TensorLocation.DEVICE
+
+    def get_aliased_input_tensor(self, name: str) -> str | None:
+        return self.aliases.get(name) if self.trt.writes_in_place else None
+
+    def get_tensor_profile_shape(self, name: str, profile_index: int) -> list[tuple[int, ...]]:
+        return [tuple(shape) for shape in self.profiles[profile_index][name]]
+
+    def create_runtime_config(self) -> IRuntimeConfig:
+        return IRuntimeConfig(self.trt.gpu)
+
+    def create_execution_context(self, config: Any) -> IExecutionContext:
+        if self.trt.is_rtx:
+            assert config._strategy == ExecutionContextAllocationStrategy.USER_MANAGED
+        else:
+            assert config == ExecutionContextAllocationStrategy.USER_MANAGED
+        self.trt.contexts += 1
+        return IExecutionContext(self, config if self.trt.is_rtx else None)
+
+
+class IExecutionContext:
+    """Runs an engine on the stand-in's memory."""
+
+    def __init__(self, engine: ICudaEngine, config: IRuntimeConfig | None) -> None:
+        self._engine, self._config, self._driver = engine, config, engine.trt.driver
+        self.active_optimization_profile = 0
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._addresses: dict[str, int] = {}
+        self._scratch = (0, 0)
+        self._outputs: dict[str, tuple[int, ...]] = {}
+        self._runs_of_shapes = 0
+
+    def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
+        self.active_optimization_profile, self._shapes = profile_index, {}
+        return True
+
+    def set_input_shape(self, name: str, shape: Sequence[int]) -> bool:
+        least, _, most = self._engine.profiles[self.active_optimization_profile][name]
+        fits = len(shape) == len(least) and all(a <= n <= b for a, n, b in zip(least, shape, most, strict=True))
+        if fits:
+            self._shapes[name], self._outputs, self._runs_of_shapes = tuple(shape), {}, 0
+        return fits
+
+    def update_device_memory_size_for_shapes(self) -> int:
+        assert not self.infer_shapes()
+        return 4 * sum(int(np.prod(shape)) for shape in self._shapes.values())
+
+    def set_device_memory(self, memory: int, size: int) -> None:
+        assert size >= self.update_device_memory_size_for_shapes()
+        self._scratch = memory, size
+
+    def set_tensor_address(self, name: str, memory: int) -> bool:
+        self._addresses[name] = memory
+        return True
+
+    def infer_shapes(self) -> list[str]:
+        return [name for name, (is_input, *_) in self._engine.tensors.items() if is_input and name not in self._shapes]
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        if not self._outputs:
+            sizes = {
+                dim: size
+                for tensor, shape in self._shapes.items()
+                for dim, size in zip(self._engine.tensors[tensor][2], shape, strict=True)
+            }
+            found = {n: [sizes.get(d, d) for d in dims] for n, (i, _, dims) in self._engine.tensors.items() if not i}
+            if any(isinstance(dim, str) for shape in found.values() for dim in shape):
+                zeros = {n: np.zeros(shape, self._fed(n)) for n, shape in self._shapes.items()}
+                arrays = self._engine.session.run(list(found), zeros)
+                found = {n: list(array.shape) for n, array in zip(found, arrays, strict=True)}
+            self._outputs = {n: tuple(int(size) for size in shape) for n, shape in found.items()}
+        return self._outputs[name]
+
+    def is_stream_capturable(self, stream: int) -> bool:
+        return self._engine.trt.can_be_recorded
+
+    def execute_async_v3(self, stream_handle: int) -> bool:
+        assert stream_handle == 7
+        self._runs_of_shapes += 1
+        assert self._driver.recorded is None or self._runs_of_shapes > 1, "TensorRT sets things up in the first run"
+        if self._config is not None:
+            assert self._driver.recorded is None, "TensorRT for RTX records its work itself"
+            cache = self._config.get_runtime_cache()
+            assert cache is not None
+            cache.words.add(json.dumps([self._engine.get_tensor_name(0), *self._shapes.values()]))
+        shapes, addresses, scratch = dict(self._shapes), dict(self._addresses), self._scratch
+        outputs = {n: self.get_tensor_shape(n) for n, (is_input, *_) in self._engine.tensors.items() if not is_input}
+        for present, past in self._engine.aliases.items():
+            if self._engine.trt.writes_in_place:
+                assert addresses[present] == addresses[past], f"{present} is written in place"
+        self._driver.put(lambda: self._run(shapes, outputs, addresses, scratch))
+        return True
+
+    def _run(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        outputs: Mapping[str, tuple[int, ...]],
+        addresses: Mapping[str, int],
+        scratch: tuple[int, int],
+    ) -> None:
+        self._engine.trt.runs += 1
+        # What is worked in is nobody else's.
+        self._driver.at(*scratch).fill(POISON)
+        feeds = {name: self._at(name, shape, addresses).astype(self._fed(name)) for name, shape in shapes.items()}
+        for name, array in zip(outputs, self._engine.session.run(list(outputs), feeds), strict=True):
+            assert array.shape == outputs[name]
+            self._at(name, array.shape, addresses)[...] = array
+
+    def _at(self, name: str, shape: tuple[int, ...], addresses: Mapping[str, int]) -> np.ndarray:
+        dtype = self._engine.tensors[name][1]
+        nbytes = int(np.prod(shape)) * dtype.itemsize
+        is_on_host = name in self._engine.trt.on_host
+        content = _host(addresses[name], nbytes) if is_on_host else self._driver.at(addresses[name], nbytes)
+        return content.view(dtype).reshape(shape)
+
+    def _fed(self, name: str) -> Any:
+        dtype = self._engine.tensors[name][1]
+        return np.float32 if dtype == np.dtype(ml_dtypes.bfloat16) else dtype
+
+
+@dataclass
+class TensorRT:
+    """The module ``tensorrt``, or ``tensorrt_rtx`` where ``is_rtx``."""
+
+    driver: Driver
+    is_rtx: bool = True
+    gpu: str = "stand-in"
+    refuses: bool = False
+    invalid: int = 0
+    can_be_recorded: bool = True
+    writes_in_place: bool = True
+    on_host: frozenset[str] = frozenset()
+    contexts: int = 0
+    runs: int = 0
+    __version__ = "1.0"
+
+    ILogger, TensorIOMode, TensorLocation, DataType = ILogger, TensorIOMode, TensorLocation, DataType
+    EngineValidity, EngineInvalidityDiagnostics = EngineValidity, EngineInvalidityDiagnostics
+    ExecutionContextAllocationStrategy, CudaGraphStrategy = ExecutionContextAllocationStrategy, CudaGraphStrategy
+
+    def __post_init__(self) -> None:
+        if self.is_rtx:
+            self.IRuntimeCache = IRuntimeCache
+
+    def Runtime(self, logger: ILogger) -> Runtime:
+        return Runtime(self, logger)
+
+
+# --- in the place of the real ones -------------------------------------------------------------------------------
+
+
+def write_plan(graph: Path, profiles: Sequence[Mapping[str, Range]]) -> bytes:
+    """What the stand-in's engine is, of a lowered graph."""
+    ranges = [{name: [list(r.min), list(r.opt), list(r.max)] for name, r in each.items()} for each in profiles]
+    header = json.dumps({"profiles": ranges}).encode()
+    return b"\n".join([b"STANDIN", header, onnx.load(graph).SerializeToString()])
+
+
+def stand_in(patch: pytest.MonkeyPatch, *, is_rtx: bool = True, **driver: Any) -> TensorRT:
+    """A machine with a GPU, as far as this package is concerned, whose engines are built in this process."""
+    import subprocess
+
+    from intaglio.engines import tensorrt_rtx
+    from intaglio.engines.nvidia import bindings, build, device
+    from intaglio.engines.nvidia.options import RtxOptions
+    from intaglio.exporters.bundle import Dim, TensorInfo
+
+    trt = TensorRT(Driver(**driver), is_rtx=is_rtx)
+
+    def run_child(module: str, request: Mapping[str, Any], progress: Any = None) -> Any:
+        assert module == "nvidia.build"
+        result = build.build(
+            Path(request["graph"]),
+            Path(request["artifact"]),
+            [TensorInfo.model_validate(each) for each in request["inputs"]],
+            [{name: Dim.model_validate(dim) for name, dim in each.items()} for each in request["variants"]],
+            RtxOptions.model_validate(request["options"]),
+            request["context"],
+        )
+        return subprocess.CompletedProcess([], 0, json.dumps({**result, "peak_rss_bytes": 0}) + "\n", "")
+
+    patch.setattr(tensorrt_rtx, "run_child", run_child)
+    patch.setattr(tensorrt_rtx, "compiler", lambda: "stand-in for TensorRT")
+    patch.setattr(build, "_build_plan", lambda name, graph, profiles, options: write_plan(graph, profiles))
+    patch.setattr(bindings, "import_tensorrt_rtx", lambda: trt)
+    opened = device.Device(trt.driver)
+    patch.setattr(device, "open_device", lambda: opened)
+    patch.setattr(device, "_OPENED", [opened])
+    return trt
