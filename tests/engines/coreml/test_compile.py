@@ -22,7 +22,7 @@ from intaglio.engines.coreml import sizes
 from intaglio.engines.coreml.description import read_description
 from intaglio.engines.engine import open_engine, read_report
 from intaglio.engines.model_engine import load_model, read_model_engine
-from intaglio.engines.shapes import fit_context
+from intaglio.engines.shapes import CONTEXT, fit_context
 from intaglio.errors import CompileError, EngineError, InputError, RuntimeMissingError
 from intaglio.exporters.bundle import Dim, read_bundle
 
@@ -331,7 +331,7 @@ def test_a_cache_is_bounded_unless_somebody_chose_its_length() -> None:
         "total_sequence": Dim(min=1, max=8192, expression="past_sequence + sequence"),
     }
     fitted = fit_context(declared, declared)
-    assert (fitted["past_sequence"].max, fitted["total_sequence"].max) == (sizes.CONTEXT - 1, sizes.CONTEXT)
+    assert (fitted["past_sequence"].max, fitted["total_sequence"].max) == (CONTEXT - 1, CONTEXT)
     chosen = {**declared, "past_sequence": Dim(min=0, max=4095)}
     assert fit_context(chosen, declared) == chosen
     calls = {**declared, "sequence": Dim(min=1, max=4096)}
