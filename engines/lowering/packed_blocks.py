@@ -19,6 +19,8 @@ from intaglio.kernels.grouped_quant import GroupedQuantFormat
 # Values of DequantizeLinear's block that targets take: more share a scale in few formats, fewer take too many scales.
 LARGEST_BLOCK, SMALLEST_BLOCK = 128, 8
 _CHUNK = 1 << 20
+# Look-ups make their indices eight bytes wide: so many stay in a core's cache.
+_LOOKED_UP = 1 << 16
 
 
 def read_tensor(tensor: ir.TensorProtocol) -> np.ndarray:
@@ -105,9 +107,9 @@ class PackedBlocks:
             codes = read_tensor(self.codes).ravel()
             table = self._table()
             values = np.empty(codes.size, table.dtype)
-            for start in range(0, codes.size, _CHUNK):
-                # Look-ups make their indices eight bytes wide.
-                values[start : start + _CHUNK] = table[codes[start : start + _CHUNK]]
+            for start in range(0, codes.size, _LOOKED_UP):
+                part = slice(start, start + _LOOKED_UP)
+                np.take(table, codes[part], out=values[part], mode="clip")
             packed = values.view(np.uint8)
             if self.dtype == ir.DataType.INT8:
                 return ir.Tensor(packed.view(np.int8).reshape(self.shape), name=name)
