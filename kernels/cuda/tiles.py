@@ -81,7 +81,8 @@ def ternary_tile(
     if portable:
         return MatmulTile(16, columns, depth, 4, 4 if depth < 256 else 3, swapped=True, band=1)
     blocks = -(-outputs // columns)
-    wanted = -(-4 * multiprocessors // blocks)
+    # Two blocks for each multiprocessor: adding up the parts is another launch, which takes as long as a small product.
+    wanted = -(-2 * multiprocessors // blocks)
     splits = max(1, min(wanted, inputs // (2 * depth), 16))
     return MatmulTile(16, columns, depth, 4, 4, swapped=True, splits=splits, band=1)
 

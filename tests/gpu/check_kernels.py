@@ -70,7 +70,8 @@ def seconds(work: Callable[[], Any], repeats: int = 20) -> float:
 
 def check_products() -> Iterator[dict[str, Any]]:
     """Errors of the products, for rows of every kind of tile."""
-    for dtype, (inputs, outputs), rows in itertools.product(DTYPES, ((512, 1000), (3072, 257)), (1, 7, 16, 33, 200)):
+    shapes = ((1, 512, 1000), (7, 3072, 257), (16, 512, 1000), (33, 3072, 257), (200, 512, 1000))
+    for dtype, (rows, inputs, outputs) in itertools.product(DTYPES, shapes):
         codes, scales = ternary_weight(outputs, inputs, dtype)
         weight = dequantize_ternary(codes.cpu(), scales.cpu(), torch.float64).to(DEVICE)
         x = torch.randn(rows, inputs, device=DEVICE).to(dtype)
@@ -88,9 +89,10 @@ def check_products() -> Iterator[dict[str, Any]]:
 
 def check_attention() -> Iterator[dict[str, Any]]:
     """Errors of attention and its gradients against the reference on the CPU in float64."""
-    for dtype, head_dim, kind in itertools.product(
-        (*DTYPES, torch.float32), (40, 64, 128, 256), ("", "causal", "mask", "softcap")
-    ):
+    half, brain, single = torch.float16, torch.bfloat16, torch.float32
+    cases = [(half, 64, ""), (half, 40, "mask"), (half, 128, "causal"), (half, 256, "softcap")]
+    cases += [(brain, 128, ""), (brain, 64, "causal"), (single, 64, "mask"), (single, 128, "")]
+    for dtype, head_dim, kind in cases:
         shapes = ((2, 4, 150, head_dim), (2, 2, 150, head_dim), (2, 2, 150, head_dim))
         tensors = [torch.randn(shape, device=DEVICE).to(dtype).requires_grad_() for shape in shapes]
         mask = torch.rand(2, 1, 150, 150, device=DEVICE) > 0.3 if kind == "mask" else None
@@ -133,7 +135,7 @@ def best(chosen: Any, others: Iterator[Any], run: Callable[[Any], Any], limit: f
             break
         try:
             needed = seconds(lambda tile=tile: run(tile), 7)  # type: ignore[misc]
-        except triton.runtime.errors.OutOfResources:
+        except (triton.runtime.errors.OutOfResources, RuntimeError):  # a tile too large for this GPU or compiler
             continue
         if needed < least:
             fastest, least = tile, seconds(lambda tile=tile: run(tile))  # type: ignore[misc]
