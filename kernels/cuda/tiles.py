@@ -81,7 +81,8 @@ def ternary_tile(
     if portable:
         return MatmulTile(16, columns, depth, 4, 4 if depth < 256 else 3, swapped=True, band=1)
     blocks = -(-outputs // columns)
-    wanted = -(-4 * multiprocessors // blocks)
+    # Two blocks for each multiprocessor: adding up the parts is another launch, which takes as long as a small product.
+    wanted = -(-2 * multiprocessors // blocks)
     splits = max(1, min(wanted, inputs // (2 * depth), 16))
     return MatmulTile(16, columns, depth, 4, 4, swapped=True, splits=splits, band=1)
 
@@ -119,11 +120,12 @@ def width_of(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def attention_tile(head_dim: int, itemsize: int, sm: int, portable: bool = False) -> AttentionTile:
+def attention_tile(head_dim: int, itemsize: int, portable: bool = False) -> AttentionTile:
     """The tile of ``flash_attention_kernel`` for elements of ``itemsize`` bytes (2 or 4)."""
     width = width_of(head_dim)
     if itemsize == 4:
-        return AttentionTile(32, 32 if width <= 64 else 16, 4, 2 if width <= 128 and not portable else 1)
+        # Products in three parts want registers: anything larger spills.
+        return AttentionTile(32 if width <= 64 else 16, 16, 4 if width <= 128 else 8, 1)
     if width <= 64:
         return AttentionTile(64, 64, 4, 3)
     if width == 128:
@@ -135,7 +137,7 @@ def key_gradient_tile(head_dim: int, itemsize: int) -> AttentionTile:
     """The tile of ``attention_key_gradient_kernel``."""
     width = width_of(head_dim)
     if itemsize == 4:
-        return AttentionTile(16, 32, 8 if width > 64 else 4, 1)
+        return AttentionTile(16, 16, 8 if width > 64 else 4, 1)
     if width <= 64:
         return AttentionTile(32, 64, 4, 2)
     return AttentionTile(32, 64, 8, 2) if width == 128 else AttentionTile(32, 32, 8, 1)
@@ -145,7 +147,7 @@ def query_gradient_tile(head_dim: int, itemsize: int) -> AttentionTile:
     """The tile of ``attention_query_gradient_kernel``."""
     width = width_of(head_dim)
     if itemsize == 4:
-        return AttentionTile(32, 16, 8 if width > 64 else 4, 1)
+        return AttentionTile(16, 16, 8 if width > 64 else 4, 1)
     if width <= 64:
         return AttentionTile(64, 32, 4, 2)
     return AttentionTile(64, 32, 8, 2) if width == 128 else AttentionTile(32, 32, 8, 1)
