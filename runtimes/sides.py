@@ -48,6 +48,17 @@ class Side:
         options = {} if self.engine is None else self.engine.options
         return options.get("dtype", self.bundle.dtype)
 
+    @property
+    def first_dims(self) -> Mapping[str, Dim]:
+        """The dims, or of an engine of several sets of sizes those of the first."""
+        variants = () if self.engine is None else self.engine.variants
+        return variants[0] if variants else self.dims
+
+    def keeps_cache(self, stage: str) -> bool:
+        """Whether an engine keeps the stage's key-value cache in states of its own: float16, and of fixed sizes."""
+        has_past = any(tensor.name.startswith("past_key_values.") for tensor in self.bundle.stages[stage].inputs)
+        return has_past and self.engine is not None and self.engine.info.target == "coreml"
+
     def graph(self, stage: str) -> Path:
         """The file of the portable graph."""
         return self.path / self.bundle.stages[stage].file

@@ -14,6 +14,7 @@ import typer
 
 import intaglio
 from intaglio.engines.engine import engine_path, open_engine, read_engine, read_report
+from intaglio.engines.identity import Identity
 from intaglio.engines.model_engine import (
     MODEL_FOLDER,
     NO_MAXIMUM,
@@ -224,7 +225,7 @@ def _engine(path: Path, as_json: bool) -> None:
     else:
         print_report(report)
         for name, identity in info.identities.items():
-            rows = [(key, value) for key, value in identity if key != "shapes"]
+            rows = _identity_rows(identity)
             print_table(f"\nidentity of {name}", ("key", "value"), rows)
     # Shown first: an engine that no longer matches is when one wants to look.
     open_engine(bundle, target)
@@ -325,7 +326,7 @@ def _model_engine(path: Path, list_tensors: bool, as_json: bool) -> None:
         _onnx_tables(model, dims, list_tensors)
     files = [(file.name, human_bytes(file.bytes), file.sha256) for file in info.files]
     print_table("\nfiles", ("file", "size", "sha256"), files)
-    rows = [("source", info.source), *((key, value) for key, value in info.identity if key != "shapes")]
+    rows = [("source", info.source), *_identity_rows(info.identity)]
     print_table("\nidentity", ("key", "value"), rows)
 
 
@@ -365,6 +366,21 @@ def _tensors(infos: Any) -> str:
         f"{i.name} {list(i.shape)}" for i in infos if ".0." in i.name or not i.name.startswith(("past_", "present."))
     ]
     return "\n".join(names)
+
+
+def _identity_rows(identity: Identity) -> list[tuple[str, object]]:
+    """What an engine was built from; the sizes stand elsewhere, but for the sets of them."""
+    rows: list[tuple[str, object]] = [(k, v) for k, v in identity if k not in ("shapes", "variants", "options")]
+    rows += [(f"--{name.replace('_', '-')}", value) for name, value in identity.options.items()]
+    for i, dims in enumerate(identity.variants):
+        differing = [name for name, dim in dims.items() if any(dim != other[name] for other in identity.variants)]
+        sizes = ", ".join(f"{name}={_range(dims[name])}" for name in differing)
+        rows.append((f"sizes {i + 1}", sizes))
+    return rows
+
+
+def _range(dim: Dim) -> str:
+    return str(dim.min) if dim.min == dim.max else f"{dim.min} to {dim.max}"
 
 
 def _or_blank(value: int | None) -> int | str:

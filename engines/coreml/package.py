@@ -44,7 +44,7 @@ def write_package(converted: Converted, path: Path, *, deployment_target: str = 
         try:
             _optimize(converted.program, inputs)
             _write(converted.program, made, int(target))
-        except CompileError:
+        except (CompileError, OSError):
             raise
         except Exception as error:  # passes and serialization raise whatever comes
             raise CompileError(
