@@ -15,10 +15,13 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from intaglio.engines.lowering.fold_constants import MOVES, evaluate
 from intaglio.engines.lowering.fuse_nodes import attribute, constant_of
 from intaglio.kernels.grouped_quant import DOMAIN
 
 _MAX, _LEAST_NORMAL, _LEAST = 65504.0, 2.0**-14, 2.0**-24
+# Constants that are computed of others are looked at up to a size, 256 MiB of float32.
+_MOST_ELEMENTS = 2**26
 # How far a constant's float16 may be from it: twice what rounding does to numbers that are not subnormal.
 _ROUNDING = 2.0**-10
 
@@ -63,6 +66,7 @@ _GUARDED = {"Sqrt", "Rsqrt", "Reciprocal", "Pow", "Log"}
 _SUMS = {"Add", "Sub", "Where", "Concat"}
 _UNHELD = {Kind.BEYOND, Kind.TINY}
 _BEYOND = "beyond 65504"
+_UNKNOWN = "what is computed of constants when the model runs, and may be beyond 65504"
 _BIAS, _MASK = 2, 3  # among the inputs of Conv and Gemm, and of Attention
 _ROOTS = {"Sqrt", "Pow", "Rsqrt"}
 _CONTRIB = {
@@ -192,10 +196,36 @@ class Islands:
     def _lost_of(self, value: ir.Value) -> str | None:
         if value not in self._lost:
             array = constant_of(value)
-            self._lost[value] = None if array is None else lost_in_float16(array)
+            node = value.producer()
+            if array is not None:
+                self._lost[value] = lost_in_float16(array)
+            elif node is not None and self.kind(value) is Kind.CONSTANT:
+                self._lost[value] = self._lost_of_computed(value, node)
+            else:
+                self._lost[value] = None
             del array
             forget(value.const_value)
         return self._lost[value]
+
+    def _lost_of_computed(self, value: ir.Value, node: ir.Node) -> str | None:
+        if node.op_type in MOVES:
+            lost = (self._lost_of(v) for v in node.inputs if v is not None and v.dtype == ir.DataType.FLOAT)
+            return next((each for each in lost if each), None)
+        array = self._computed(value)
+        return _UNKNOWN if array is None else lost_in_float16(array)
+
+    def _computed(self, value: ir.Value) -> np.ndarray | None:
+        """The array of a value that follows from constants alone; None if it is too large or of another kind of op."""
+        if (array := constant_of(value)) is not None:
+            return array
+        node = value.producer()
+        if node is None:
+            return None
+        inputs = [None if v is None else self._computed(v) for v in node.inputs]
+        if any(array is None for v, array in zip(node.inputs, inputs, strict=True) if v is not None):
+            return None
+        made = evaluate(node, inputs, self._opsets.get("", 1), _MOST_ELEMENTS)
+        return None if made is None else made[node.outputs.index(value)]
 
     def _keep(self, node: ir.Node, why: str) -> None:
         name = node.name or str(node.outputs[0].name)

@@ -343,3 +343,31 @@ def test_quantized_products() -> None:
         assert reason is None or reason in narrow.kept["product"]
         # The kernels' own dtype of scales is nobody else's matter.
         assert result.graph.initializers["scales"].dtype == FLOAT
+
+
+COMPUTED = {
+    "divided": "g (float[b,8] x) => (float[b,8] y) { c = Mul(k, k) t = Relu(x) y = Div(t, c) }",
+    "multiplied": "g (float[b,8] x) => (float[b,8] y) { c = Mul(k, k) t = Relu(x) y = Mul(t, c) }",
+    "held after all": "g (float[b,8] x) => (float[b,8] y) { c = Mul(k, k) d = Div(c, c) t = Relu(x) y = Mul(t, d) }",
+    "moved": "g (float[b,8] x) => (float[b,8] y) { c = Mul(k, k) d = Reshape(c, one) t = Relu(x) y = Mul(t, d) }",
+    "large": "g (float[b,8] x) => (float[b,9000] y) { c = Mul(w, k) d = Mul(c, k) t = Relu(x) y = MatMul(t, d) }",
+    "large and moved": """g (float[b,8] x) => (float[b,9000] y) {
+        c = Mul(v, k) d = Mul(c, k) e = Transpose(d) t = Relu(x) y = MatMul(t, e)
+    }""",
+    "large and held": "g (float[b,8] x) => (float[b,9000] y) { c = Mul(w, k) d = Div(c, k) t = Relu(x) y = MatMul(t, d) }",
+}
+
+
+@pytest.mark.parametrize("how", COMPUTED)
+def test_constants_that_are_computed_of_constants_are_looked_at_as_well(how: str) -> None:
+    proto = with_weight(model(COMPUTED[how]), "k", np.array([300.0], np.float32))
+    with_weight(proto, "w", floats(8, 9000))
+    with_weight(proto, "v", floats(9000, 8))
+    with_weight(proto, "one", np.array([1]))
+    for node in proto.graph.node:
+        node.name = node.output[0]
+    result, kept = check(proto, {"x": floats(3, 8)})
+    holds = "held" in how
+    assert dtypes(result)["t"] == HALF
+    assert dtypes(result)["y"] == (HALF if holds else FLOAT)
+    assert ("y" in kept) != holds

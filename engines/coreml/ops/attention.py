@@ -33,10 +33,13 @@ _HIDDEN = 3e4
 
 @dataclass(frozen=True)
 class _Mask:
-    """What is added to the scores or, boolean, who sees whom. ``blind``: rows that may see nothing are looked for."""
+    """What is added to the scores or, boolean, who sees whom.
+
+    ``seeing`` says which rows see anything, boolean with a last axis of 1; None where all do.
+    """
 
     value: Var | None
-    blind: bool
+    seeing: Var | None = None
 
 
 @converter
@@ -139,7 +142,8 @@ def _mask(node: Node, query: Var, key: Var, past_key: Var | None) -> _Mask:
     rules = _rules(node, query, key, past_key)
     if given is None:
         # Without padding every row of a causal mask sees something.
-        return _Mask(rules, blind=node.optional(6) is not None or _has_window(node))
+        blind = node.optional(6) is not None or _has_window(node)
+        return _Mask(rules, _seeing(rules) if blind and rules is not None else None)
     missing = _missing_keys(given, key)
     if missing:
         fill: object = False if not is_float(given) else constant(np.array(-np.inf), given)
@@ -148,21 +152,35 @@ def _mask(node: Node, query: Var, key: Var, past_key: Var | None) -> _Mask:
             given = mb.pad(x=given, pad=pads, mode="constant", constant_val=fill)
         else:
             given = cast(mb.pad(x=cast(given, "fp32"), pad=pads, mode="constant"), "bool")
-    if not is_float(given):
-        visible = given if rules is None else mb.logical_and(x=given, y=rules)
-        blind = visible.val is None or bool((~visible.val.any(axis=-1)).any())
-        return _Mask(visible, blind)
-    if dtype_of(given) != dtype_of(query):
-        # What hides a key in float32 must not become infinite: a row of such would be NaN. As it is, a query that may
-        # see nothing sees all keys by their scores, where float32 would have it see all alike.
-        given = mb.clip(x=cast(given, "fp32"), alpha=np.float32(-_HIDDEN), beta=np.float32(_HIDDEN))
-    given = cast(given, dtype_of(query))
-    if rules is not None:
-        # A select has the shape of what it selects, whatever that of its condition.
-        nothing = mb.mul(x=cast(rules, dtype_of(given)), y=constant(np.array(0.0), given))
-        given = mb.select(cond=rules, a=mb.add(x=given, y=nothing), b=constant(np.array(-np.inf), given))
-    blind = bool(np.isneginf(given.val).all(axis=-1).any()) if given.val is not None else rules is not None
-    return _Mask(given, blind)
+    both = given if rules is None else _restricted(given, rules)
+    seeing = None
+    if _may_hide_all(both):
+        # Many nodes may share a mask.
+        seeing = node.shared((3,), ("seeing", missing), lambda: _seeing(both)) if rules is None else _seeing(both)
+    if not is_float(given) or dtype_of(given) == dtype_of(query):
+        return _Mask(both, seeing)
+    # What hides a key in float32 must not become infinite: a row of such would be NaN. As it is, a query whose keys are
+    # all hidden by finite numbers sees them by their scores, where float32 would have it see all alike.
+    held = mb.clip(x=cast(given, "fp32"), alpha=np.float32(-_HIDDEN), beta=np.float32(_HIDDEN))
+    held = cast(held, dtype_of(query))
+    return _Mask(held if rules is None else _restricted(held, rules), seeing)
+
+
+def _restricted(mask: Var, rules: Var) -> Var:
+    """The mask, and nothing where the rules forbid it."""
+    if not is_float(mask):
+        return mb.logical_and(x=mask, y=rules)
+    # A select has the shape of what it selects, whatever that of its condition.
+    nothing = mb.mul(x=cast(rules, dtype_of(mask)), y=constant(np.array(0.0), mask))
+    return mb.select(cond=rules, a=mb.add(x=mask, y=nothing), b=constant(np.array(-np.inf), mask))
+
+
+def _may_hide_all(mask: Var) -> bool:
+    """Whether a row of it may hide every key."""
+    if mask.val is None:
+        return True
+    hidden = np.isneginf(mask.val) if is_float(mask) else ~mask.val
+    return bool(hidden.all(axis=-1).any())
 
 
 def _has_window(node: Node) -> bool:
@@ -243,13 +261,13 @@ def _keys_whole(mask: Var, key: Var, shape: Sequence[object]) -> Var:
 
 def _zero_where_blind(y: Var, mask: _Mask) -> Var:
     """A query that sees nothing gets zeros, and not the NaN of its softmax."""
-    if not mask.blind or mask.value is None:
+    if mask.seeing is None:
         return y
-    return mb.select(cond=_seeing(mask.value), a=y, b=constant(np.array(0.0), y))
+    return mb.select(cond=mask.seeing, a=y, b=constant(np.array(0.0), y))
 
 
 def _seeing(mask: Var) -> Var:
-    """Which rows see something, boolean with a last axis of 1; once for each mask."""
+    """Which rows of a mask see something, boolean with a last axis of 1."""
     if is_float(mask):
         most = mb.reduce_max(x=mask, axes=[-1], keep_dims=True)
         return mb.greater(x=most, y=constant(np.array(-np.inf), mask))

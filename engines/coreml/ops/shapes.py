@@ -64,6 +64,8 @@ def _reshape_at_run_time(x: Var, shape: Var, name: str) -> Var:
 def Transpose(node: Node) -> Var:
     x = node.input(0)
     perm = node.ints("perm", list(range(x.rank))[::-1])
+    if sorted(perm) != list(range(x.rank)):
+        node.fail(f"permutes by {perm} the {x.rank} dims of its input; expected each of 0 to {x.rank - 1} once")
     return mb.transpose(x=x, perm=perm, name=node.name) if x.rank > 1 else x
 
 
@@ -78,6 +80,13 @@ def _axes(node: Node) -> list[int] | None:
 def Squeeze(node: Node) -> Var:
     x, axes = node.input(0), _axes(node)
     if axes is None:
+        varying = [str(size) for size in x.shape if not isinstance(size, (int, np.integer))]
+        if varying:
+            # The rank of the output would follow from the sizes.
+            node.fail(
+                "names no axes and reads an input with dims that vary, which are left out where they are 1",
+                "give it its axes, or fix the dims with --shapes",
+            )
         axes = [i for i, size in enumerate(x.shape) if isinstance(size, (int, np.integer)) and size == 1]
     return mb.squeeze(x=x, axes=axes, name=node.name) if axes else x
 
@@ -228,15 +237,19 @@ def Expand(node: Node) -> Var:
     """Broadcasts both ways: a 1 in the shape keeps the dim of the input."""
     x = node.input(0)
     if not node.is_constant(1):
-        shape = node.input(1)
-        if x.dtype == types.bool:
-            return mb.logical_or(x=x, y=mb.fill(shape=shape, value=False), name=node.name)
-        zero = np.zeros((), types.nptype_from_builtin(x.dtype))[()]
-        return mb.add(x=x, y=mb.fill(shape=shape, value=zero), name=node.name)
+        return _added(x, node.input(1), node.name)
     shape = [int(size) for size in node.constant(1)]
     if x.val is not None:
         node.check_size(shape)
     return broadcast(x, shape, node.name)
+
+
+def _added(x: Var, shape: Var | np.ndarray, name: str) -> Var:
+    """``x`` broadcast with a shape, by adding zeros of it."""
+    if x.dtype == types.bool:
+        return mb.logical_or(x=x, y=mb.fill(shape=shape, value=False), name=name)
+    zero = np.zeros((), types.nptype_from_builtin(x.dtype))[()]
+    return mb.add(x=x, y=mb.fill(shape=shape, value=zero), name=name)
 
 
 def broadcast(x: Var, shape: Sequence[int], name: str) -> Var:
@@ -245,6 +258,9 @@ def broadcast(x: Var, shape: Sequence[int], name: str) -> Var:
     wanted = [1] * (rank - len(shape)) + list(shape)
     if x.rank < rank:
         x = mb.reshape(x=x, shape=[1] * rank) if x.rank == 0 else mb.expand_dims(x=x, axes=list(range(rank - x.rank)))
+    if any(size > 1 and not isinstance(own, (int, np.integer)) for own, size in zip(x.shape, wanted, strict=True)):
+        # A dim that varies may be 1 or as large as it is to be.
+        return _added(x, np.array(wanted, np.int32), name)
     repeats = [
         size if isinstance(own, (int, np.integer)) and own == 1 else 1
         for own, size in zip(x.shape, wanted, strict=True)

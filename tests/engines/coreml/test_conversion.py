@@ -160,6 +160,14 @@ REFUSED = {
         "g (float[2,3] x, float[4,3] z) => (float[n,m] y) { y = Add(x, z) }",
         r"\(Add, opset 17\) cannot be built with the inputs x float\[2, 3\], z float\[4, 3\]",
     ),
+    "squeezed without axes": (
+        "g (float[n,1,2] x) => (float[2] y) { y = Squeeze(x) }",
+        r"\(Squeeze, opset 17\) names no axes.*give it its axes",
+    ),
+    "no permutation": (
+        "g (float[2,3] x) => (float[2,2] y) { y = Transpose<perm=[0, 0]>(x) }",
+        r"\(Transpose, opset 17\) permutes by \[0, 0\] the 2 dims",
+    ),
     "not constant": (
         "g (float[2,3] x, int64[1] a) => (float[m,n] y) { y = ReduceSum(x, a) }",
         r"needs the value of 'a'",
