@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from intaglio.engines.cpu_cache import CACHE_IN_PLACE, PAST, PRESENT, FilledPast, KeyValueCache
+from intaglio.engines.cpu_cache import CACHE_IN_PLACE, KeyValueCache
 from intaglio.engines.interruptible import call_interruptibly
+from intaglio.engines.kv_cache import PAST, PRESENT, FilledPast
 from intaglio.engines.onnxruntime_ import import_onnxruntime
 from intaglio.engines.shapes import Interface, check_feeds, smallest_sizes
 from intaglio.errors import EngineError, InputError

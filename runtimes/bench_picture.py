@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from intaglio.engines.cpu import runs_as
 from intaglio.engines.engine import Engine
 from intaglio.engines.memory import peak_rss_bytes, reset_peak_rss
+from intaglio.engines.stage_interface import runs_as
 from intaglio.errors import InputError
 from intaglio.progress import Progress, ProgressCallback
 from intaglio.runtimes.bench_against import graph_request, key_of, start_competitor

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from intaglio.engines.cpu import runs_as
 from intaglio.engines.cpu_session import CpuSession
 from intaglio.engines.engine import Engine
+from intaglio.engines.stage_interface import runs_as
 from intaglio.errors import InputError
 
 # Groups of like nodes that a profile lists; what is beyond them is in the operators' sums.

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from intaglio.engines.cpu import runs_as
 from intaglio.engines.engine import Engine, open_engine
 from intaglio.engines.graph_stats import output_order
 from intaglio.engines.references import check_reference, open_reference
+from intaglio.engines.stage_interface import runs_as
 from intaglio.errors import OutputError
 from intaglio.exporters.bundle import Bundle, Dim, StageInfo, read_bundle
 from intaglio.runtimes.difference import Difference, measure

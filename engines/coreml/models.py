@@ -15,8 +15,8 @@ import numpy as np
 from intaglio.engines.coreml.coremltools_ import import_coremltools
 from intaglio.engines.coreml.description import PackageDescription, read_description
 from intaglio.engines.coreml.session import CoreMLSession, Model
-from intaglio.engines.cpu import runs_as
 from intaglio.engines.shapes import Interface
+from intaglio.engines.stage_interface import runs_as
 from intaglio.errors import EngineError, InputError
 from intaglio.exporters.bundle import Dim, StageInfo
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from intaglio.engines.coreml.cache_calls import cache_calls
 from intaglio.engines.coreml.description import PackageDescription
-from intaglio.engines.cpu_cache import PAST, FilledPast
+from intaglio.engines.kv_cache import PAST, FilledPast
 from intaglio.engines.shapes import Interface, check_feeds
 from intaglio.errors import EngineError, InputError, IntaglioError
 from intaglio.exporters.bundle import Dim

@@ -11,8 +11,7 @@ import onnx_ir as ir
 from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import Var
 
-from intaglio.engines.coreml.node import Node
-from intaglio.engines.coreml.ops.tensors import (
+from intaglio.engines.coreml.mil import (
     Size,
     arange,
     cast,
@@ -20,11 +19,13 @@ from intaglio.engines.coreml.ops.tensors import (
     dtype_of,
     is_float,
     is_static,
-    joined,
     reshape,
+    scalar,
+    shape_vector,
     size_of,
     static_sizes,
 )
+from intaglio.engines.coreml.node import Node
 from intaglio.engines.coreml.registry import converter
 
 # Enough to hide a key, with room for its score.
@@ -223,16 +224,12 @@ def _positions(queries_S: Var, query: Var, past_key: Var | None, valid: Var | No
     rows = mb.expand_dims(x=queries_S, axes=[1])
     offset: Size = 0 if past_key is None else size_of(past_key, 2)
     if past_key is None and valid is not None:
-        return mb.add(x=rows, y=mb.sub(x=valid, y=_scalar(size_of(query, 2))))
+        return mb.add(x=rows, y=mb.sub(x=valid, y=scalar(size_of(query, 2))))
     return _plus(rows, offset)
 
 
 def _plus(x: Var, y: Size) -> Var:
-    return x if isinstance(y, int) and y == 0 else mb.add(x=x, y=_scalar(y))
-
-
-def _scalar(size: Size) -> Var | np.int32:
-    return mb.squeeze(x=size, axes=[0]) if isinstance(size, Var) else np.int32(size)
+    return x if isinstance(y, int) and y == 0 else mb.add(x=x, y=scalar(y))
 
 
 def _fused(node: Node, query: Var, key: Var, value: Var, mask: _Mask) -> Var:
@@ -255,7 +252,7 @@ def _keys_whole(mask: Var, key: Var, shape: Sequence[object]) -> Var:
     """The op wants a mask that names every key."""
     if shape[-1] != 1 or key.shape[2] == 1:
         return mask
-    reps = joined([*([1] * (mask.rank - 1)), size_of(key, 2)])
+    reps = shape_vector([*([1] * (mask.rank - 1)), size_of(key, 2)])
     return cast(mb.tile(x=cast(mask, "fp32") if not is_float(mask) else mask, reps=reps), dtype_of(mask))
 
 

@@ -15,6 +15,7 @@ from intaglio.engines.coreml.mil import (
     numpy_dtype,
     product,
     reshape,
+    scalar,
     shape_vector,
     sizes,
 )
@@ -54,7 +55,7 @@ def _reshape_at_run_time(x: Var, shape: Var, name: str) -> Var:
     if 0 not in values:
         return mb.reshape(x=x, shape=shape, name=name)
     dims: list[int | Var] = [
-        mb.gather(x=shape, indices=np.int32(i), axis=0) if value is None else value or own[i]
+        mb.slice_by_index(x=shape, begin=[i], end=[i + 1]) if value is None else value or own[i]
         for i, value in enumerate(values)
     ]
     return reshape(x, dims, name)
@@ -143,7 +144,7 @@ def Split(node: Node) -> Sequence[Var]:
 
 def _nothing(node: Node, x: Var, axis: int) -> Var:
     """No elements. It is known, and what joins it to something leaves it out; as an output it is refused."""
-    if not is_static(x):
+    if not is_static(x.shape):
         node.fail(f"leaves nothing of axis {axis}, and Core ML holds no empty tensors")
     shape = [0 if i == axis else int(size) for i, size in enumerate(x.shape)]
     return mb.const(val=np.zeros(shape, numpy_dtype(x)))
@@ -287,7 +288,7 @@ def Shape(node: Node) -> Var:
     rank = x.rank
     start, end = node.int("start", 0), node.int("end", rank)
     start, end = (min(max(axis_of(v, rank), 0), rank) for v in (start, end))
-    if is_static(x) or end <= start:
+    if is_static(x.shape) or end <= start:
         return mb.const(val=np.array([int(s) for s in x.shape[start:end]], np.int32), name=node.name)
     shape = mb.shape(x=x)
     if (start, end) == (0, rank):
@@ -298,7 +299,7 @@ def Shape(node: Node) -> Var:
 @converter
 def Size(node: Node) -> Var:
     total = product(sizes(node.input(0)))
-    return total if isinstance(total, Var) else mb.const(val=np.int32(total), name=node.name)
+    return scalar(total) if isinstance(total, Var) else mb.const(val=np.int32(total), name=node.name)
 
 
 @converter
