@@ -354,7 +354,9 @@ COMPUTED = {
     "large and moved": """g (float[b,8] x) => (float[b,9000] y) {
         c = Mul(v, k) d = Mul(c, k) e = Transpose(d) t = Relu(x) y = MatMul(t, e)
     }""",
-    "large and held": "g (float[b,8] x) => (float[b,9000] y) { c = Mul(w, k) d = Div(c, k) t = Relu(x) y = MatMul(t, d) }",
+    "large and held": """g (float[b,8] x) => (float[b,9000] y) {
+        c = Mul(w, k) d = Div(c, k) t = Relu(x) y = MatMul(t, d)
+    }""",
 }
 
 

@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
+
 from intaglio import engines
 from intaglio.engines.target import TARGETS
 
