@@ -55,12 +55,12 @@ def evaluate(
 def _evaluated(node: ir.Node, inputs: Sequence[np.ndarray | None], opset: int) -> list[np.ndarray]:
     if node.op_type == "Div" and all(array is not None and array.dtype.kind in "iu" for array in inputs):
         return [_divided(*[np.asarray(array) for array in inputs])]
-    proto = onnx.helper.make_node(
-        node.op_type,
-        ["" if array is None else f"i{i}" for i, array in enumerate(inputs)],
-        [f"o{i}" if value.name else "" for i, value in enumerate(node.outputs)],
+    proto = onnx.NodeProto(
+        op_type=node.op_type,
+        input=["" if array is None else f"i{i}" for i, array in enumerate(inputs)],
+        output=[f"o{i}" if value.name else "" for i, value in enumerate(node.outputs)],
+        attribute=[ir.to_proto(attribute) for attribute in node.attributes.values()],
     )
-    proto.attribute.extend(ir.to_proto(attribute) for attribute in node.attributes.values())
     feeds = {f"i{i}": array for i, array in enumerate(inputs) if array is not None}
     return [np.asarray(array) for array in ReferenceEvaluator(proto, opsets={"": opset}).run(None, feeds)]
 
