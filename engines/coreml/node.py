@@ -139,6 +139,11 @@ class Node:
         """A list of integers."""
         return [int(v) for v in self._attribute(name, default, ir.AttributeType.INTS)]
 
+    def any_ints(self, name: str) -> list[_Int]:
+        """An attribute that is there and is an integer or a list of such."""
+        value = self._node.attributes[name].value
+        return [int(v) for v in value] if isinstance(value, (list, tuple)) else [int(value)]
+
     def float(self, name: str, default: _Float | None = None) -> _Float:
         """A float attribute."""
         return float(self._attribute(name, default, ir.AttributeType.FLOAT))
@@ -175,6 +180,14 @@ class Node:
         """Refuses a constant of more elements than are worth writing. Raises CompileError."""
         if prod(shape) > _MOST_ELEMENTS:
             self.fail(f"makes a constant of the shape {list(shape)}; up to {_MOST_ELEMENTS} elements are written")
+
+    def note(self, what: str) -> None:
+        """Says in the report, once, what is computed in another way than the graph says."""
+        self._conversion.note(what)
+
+    def nodes_so_far(self) -> _Int:
+        """How many nodes were converted so far, those of a loop each time that it runs."""
+        return self._conversion.nodes
 
     def fail(self, what: str, way_out: str = "") -> NoReturn:
         """Raises CompileError: the node, its op and opset, what is wrong with it and what can be done."""

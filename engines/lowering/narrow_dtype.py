@@ -30,8 +30,9 @@ class NarrowDtypePass(ir.passes.InPlacePass):
     """Turns the float32 of a graph into ``dtype``, which is float16: weights and activations.
 
     1. The dtypes of inputs and outputs stay as they are: what is inside is cast at the border.
-    2. Float32 islands: softmax, the statistics of norms and all other sums over many values, what follows from
-       integers alone (positions, angles, masks), a quantized product that makes an output of the graph (logits).
+    2. Float32 islands: softmax (that of an Attention by ``softmax_precision``), the statistics of norms and all other
+       sums over many values, what follows from integers alone (positions, angles, masks), what integers are made of, a
+       quantized product that makes an output of the graph (logits).
     3. A residual sum whose branch is gated is clipped to finite values, as our float16 graphs clip it.
     4. What reads a constant that float16 does not hold, and what reads that, stays float32 up to where a softmax, a
        norm or the like makes it small again, or a sum large. ``kept`` has such nodes, and those whose op has no

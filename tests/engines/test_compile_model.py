@@ -291,6 +291,18 @@ def test_files_that_are_no_models(content: bytes | None, message: str, tmp_path:
         intaglio.compile(path)
 
 
+@pytest.mark.parametrize("place", ["input", "op_type", "dim"])
+def test_texts_that_are_no_utf8(place: str, tmp_path: Path) -> None:
+    message = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 18]> g (float[dim_QQ] input_QQ) => (float[n] y) '
+        "{ y = op_type_QQ(input_QQ) }"
+    ).SerializeToString()
+    path = tmp_path / "net.onnx"
+    path.write_bytes(message.replace(f"{place}_QQ".encode(), f"{place}_".encode() + b"\xff\xfe"))
+    with pytest.raises(CompileError, match=rf"net.onnx: holds the text b'{place}_.xff.xfe', which is no UTF-8"):
+        read_onnx(path)
+
+
 @in_this_process
 def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
     path = product(tmp_path / "net.onnx")

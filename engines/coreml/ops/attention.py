@@ -30,6 +30,7 @@ from intaglio.engines.coreml.registry import converter
 
 # Enough to hide a key, with room for its score.
 _HIDDEN = 3e4
+_WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
 @dataclass(frozen=True)
@@ -233,6 +234,9 @@ def _plus(x: Var, y: Size) -> Var:
 
 
 def _fused(node: Node, query: Var, key: Var, value: Var, mask: _Mask) -> Var:
+    if node.int("softmax_precision", 0) in _WIDE and dtype_of(query) == "fp16":
+        # Query, key and value of float32 would take twice the memory, and keep the Neural Engine out.
+        node.note("fused attentions take float16 and may compute their softmax in it, where the graph asks for float32")
     (head_dim,) = static_sizes(node, query, [3], "the scale of attention needs that of a head")
     # The op divides by the root of the head's size by itself.
     factor = node.float("scale", 1.0 / math.sqrt(head_dim)) * math.sqrt(head_dim)
@@ -289,7 +293,7 @@ def _by_hand(node: Node, query: Var, key: Var, value: Var, mask: _Mask) -> tuple
         else:
             scores = mb.select(cond=mask.value, a=scores, b=constant(np.array(-np.inf), scores))
     stages.append(scores)
-    wide = node.int("softmax_precision", 0) in (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+    wide = node.int("softmax_precision", 0) in _WIDE
     weights = cast(mb.softmax(x=cast(scores, "fp32") if wide else scores, axis=-1), dtype_of(query))
     weights = _zero_where_blind(weights, mask)
     stages.append(weights)

@@ -71,6 +71,13 @@ def test_attention_is_one_fused_op():
     assert "softmax" not in ops
 
 
+def test_a_softmax_of_another_dtype_than_the_graph_asks_for_is_noted():
+    halves = [each.astype(np.float16) for each in _qkv()]
+    for precision, softcap, said in ((1, 0.0, 1), (1, 2.0, 0), (10, 0.0, 0)):
+        model, _ = one_node("Attention", halves, 23, softmax_precision=precision, softcap=softcap)
+        assert sum("softmax" in note for note in packaged(model).notes) == said
+
+
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("is_causal", [0, 1])
 def test_a_query_that_a_float_mask_hides_everything_from_gets_zeros(is_causal, softcap):
