@@ -18,14 +18,19 @@ from intaglio.errors import InputError
 _MOST_NODES = 20
 
 
+def check_profile(target: str) -> None:
+    """Raises InputError for a target without a profile."""
+    if target != "cpu":
+        raise InputError(f"operators are timed on the target cpu, and this one is {target}; leave the profile out")
+
+
 @contextmanager
 def profiled_session(engine: Engine, stage: str, *, threads: int = 0) -> Iterator[CpuSession]:
     """A session of ``stage`` that writes down every operator it runs, for :func:`read_profiles`.
 
     Raises InputError for a target without a profile, EngineError.
     """
-    if engine.info.target != "cpu":
-        raise InputError(f"a profile is made of the target cpu, not of {engine.info.target}")
+    check_profile(engine.info.target)
     with tempfile.TemporaryDirectory(prefix="intaglio-profile-") as folder:
         yield CpuSession(
             stage,
