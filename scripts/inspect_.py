@@ -23,6 +23,7 @@ from intaglio.engines.model_engine import (
     read_model_engine,
     read_model_report,
 )
+from intaglio.engines.target import target_module
 from intaglio.errors import CheckpointError, InputError
 from intaglio.exporters.bundle import Dim, is_bundle, read_bundle
 from intaglio.exporters.checkpoints.gguf_blocks import StoredTensor
@@ -65,7 +66,7 @@ def inspect_(
         _bundle(path, as_json)
     elif path.parent.name == "engines" and is_bundle(path.parent.parent):
         _engine(path, as_json)
-    elif path.suffix.lower() == ".onnx" and not path.is_dir():
+    elif _is_onnx(path):
         _onnx(path, tensors, as_json)
     elif is_model_engine(path):
         _model_engine(path, tensors, as_json)
@@ -73,6 +74,19 @@ def inspect_(
         raise InputError(f"{path}: is an engine outside its bundle; expected BUNDLE/engines/TARGET")
     else:
         _checkpoint(path, tensors, as_json)
+
+
+def _is_onnx(path: Path) -> bool:
+    """Whether it is an ONNX file by its name or, as ``compile`` takes any, by its first field: the IR version."""
+    if path.suffix.lower() == ".onnx":
+        return not path.is_dir()
+    try:
+        with path.open("rb") as file:
+            head = file.read(9)
+    except OSError:
+        return False
+    # A safetensors file may begin with that byte too.
+    return head[:1] == b"\x08" and head[8:9] != b"{"
 
 
 def _checkpoint(path: Path, list_tensors: bool, as_json: bool) -> None:
@@ -314,9 +328,9 @@ def _model_engine(path: Path, list_tensors: bool, as_json: bool) -> None:
 
     info, report = read_model_engine(path), read_model_report(path)
     dims = info.identity.shapes
-    artifact = path / MODEL_FOLDER / info.artifact
     # Other engines hold what was built of the model, and not the model.
-    model = read_onnx(artifact) if artifact.suffix == ".onnx" else None
+    is_kept = target_module(info.target).KEEPS_MODEL
+    model = read_onnx(path / MODEL_FOLDER / info.artifact) if is_kept else None
     if as_json:
         content = {"model": None if model is None else _onnx_content(model, dims, list_tensors)}
         print_json({**info.model_dump(mode="json"), **content, "report": report.model_dump()})
