@@ -106,6 +106,13 @@ def check_feeds(
         _check_size(stage_name, name, size, dims.get(name), sizes)
 
 
+def check_outputs(stage_name: str, stage: Interface, outputs: Collection[str] | None) -> None:
+    """Raises InputError for names that are no outputs of a stage; None stands for all."""
+    names = [tensor.name for tensor in stage.outputs]
+    if unknown := sorted(set(outputs or ()).difference(names)):
+        raise InputError(f"{stage_name}: has no output {unknown[0]!r}; there are {', '.join(names)}")
+
+
 def _shape(value: Any) -> tuple[int, ...]:
     shape = value.shape
     return shape() if callable(shape) else shape  # onnxruntime's device values have a method

@@ -72,6 +72,8 @@ def test_compile_and_run(tmp_path: Path) -> None:
     assert (model.inputs[0].name, model.inputs[0].dtype, model.inputs[0].shape) == ("x", "float32", ("batch", 4))
     assert [output.name for output in model.outputs] == ["y"]
     assert model.run({"x": x}, ["y"]).keys() == {"y"}
+    with pytest.raises(InputError, match="net: has no output 'z'; there are y"):
+        model.run({"x": x}, ["y", "z"])
     for feeds, message in [
         ({"a": x}, r"inputs are missing: \['x'\]; or unknown: \['a'\]"),
         ({"x": x.astype(np.float64)}, "x is float64, expected float32"),
