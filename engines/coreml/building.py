@@ -176,7 +176,7 @@ def main() -> int:
     shapes = {name: Dim.model_validate(dim) for name, dim in request["shapes"].items()}
     build = Build(graph, Options.model_validate(request["options"]), request["inputs"])
     try:
-        import_coremltools()
+        import_coremltools(alone=True)
         if request["is_foreign"]:
             check_model(graph)
         build.write(artifact, shapes, variants)
