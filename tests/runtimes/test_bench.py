@@ -46,17 +46,6 @@ def test_operations_of_klein_at_512_pixels() -> None:
     assert _operations(Engine, feeds) / 1e12 == pytest.approx(9.42 + 0.72, rel=0.01)  # type: ignore[arg-type]
 
 
-<<<<<<< HEAD
-def test_core_ml_is_measured_where_it_runs_and_by_its_own_options(klein: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "is_mac", lambda: False)
-    with pytest.raises(EngineError, match="Core ML runs on macOS"):
-        intaglio.bench(klein, "coreml")
-    monkeypatch.setattr(models, "is_mac", lambda: True)
-    with pytest.raises(InputError, match="threads is for the target cpu, and this one is coreml"):
-        intaglio.bench(klein, "coreml", threads=2)
-    with pytest.raises(InputError, match="operators are timed on the target cpu, and this one is coreml"):
-        intaglio.bench(klein, "coreml", profile=True)
-=======
 def test_core_ml_is_measured_where_it_runs_and_by_its_own_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,7 +57,6 @@ def test_core_ml_is_measured_where_it_runs_and_by_its_own_options(
         intaglio.bench(tmp_path, "coreml", threads=2)
     with pytest.raises(InputError, match="operators are timed on the target cpu, and this one is coreml"):
         intaglio.bench(tmp_path, "coreml", profile=True)
->>>>>>> fixrt
 
 
 def test_what_has_no_meaning_is_refused(klein: Path, monkeypatch: pytest.MonkeyPatch) -> None:
