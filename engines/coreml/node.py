@@ -60,6 +60,10 @@ class Node:
         """All inputs; None where an optional one is left out."""
         return [self.optional(i) for i in range(len(self._node.inputs))]
 
+    def input_count(self) -> _Int:
+        """How many inputs there are, those that are left out included; none of them is made."""
+        return len(self._node.inputs)
+
     def input(self, i: _Int) -> Var:
         """The input, which must be there. Raises CompileError."""
         var = self.optional(i)

@@ -53,7 +53,7 @@ def Loop(node: Node) -> Sequence[Var]:
     goes_on = node.optional(1)
     if goes_on is not None:
         node.constant(1)
-    carried = [node.input(i) for i in range(2, len(node.inputs))]
+    carried = [node.input(i) for i in range(2, node.input_count())]
     columns: list[list[Var]] = [[] for _ in range(len(body.outputs) - 1 - len(carried))]
     if limit is not None and limit > MAX_ROUNDS and _never_stops(body):
         node.fail(f"runs {limit} times; up to {MAX_ROUNDS} are written out for Core ML")
