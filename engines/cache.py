@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import os
 import shutil
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import platformdirs
 
-_A_DAY = 24 * 60 * 60
+from intaglio.engines.leftovers import remove_leftovers
+
 _log = logging.getLogger(__name__)
 
 
@@ -76,7 +75,7 @@ def store(key: str, artifact: Path, report: dict[str, Any]) -> None:
     temporary = None
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
-        _clear_up(entry.parent)
+        remove_leftovers(entry.parent, ".partial-")
         temporary = Path(tempfile.mkdtemp(prefix=".partial-", dir=entry.parent))
         _copy(artifact, temporary / "artifact")
         meta = {"sha256": _digest(temporary / "artifact"), "report": report}
@@ -87,14 +86,6 @@ def store(key: str, artifact: Path, report: dict[str, Any]) -> None:
         _log.info("the cache cannot be written: %s", error)
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _clear_up(folder: Path) -> None:
-    """Removes what writers that were killed left behind a day ago or earlier."""
-    for partial in folder.glob(".partial-*"):
-        with contextlib.suppress(OSError):
-            if time.time() - partial.stat().st_mtime > _A_DAY:
-                shutil.rmtree(partial, ignore_errors=True)
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import errno
 import json
+import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +18,8 @@ from intaglio.progress import ProgressCallback, ProgressEvent, tell
 
 # What a child process exits with when it has said why on stderr.
 REFUSED = 2
+_FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
+_PR_SET_PDEATHSIG = 1
 
 
 def run_child(
@@ -63,6 +70,31 @@ def _told(line: str, progress: ProgressCallback) -> bool:
         return False
     tell(progress, ProgressEvent(*json.loads(line)["progress"]))
     return True
+
+
+def refuse(error: Exception, graph: str) -> int:
+    """In the child: says why nothing is built, in one line; what it exits with."""
+    if isinstance(error, OSError):
+        advice = "free space, or choose another disk" if error.errno in _FULL else "check the path"
+        what = f"{error.filename or graph}: {error.strerror or error}, while {graph} was built; {advice}"
+    else:
+        what = str(error)
+    sys.stderr.write(" ".join(what.split()) + "\n")
+    return REFUSED
+
+
+def fail(error: Exception) -> int:
+    """In the child: its own mistake, with the place of it; the last line says what it was."""
+    traceback.print_exc()
+    sys.stderr.write(f"{type(error).__name__}: {' '.join(str(error).split())[:400]}\n")
+    return 1
+
+
+def end_with_parent() -> None:
+    """In the child: what builds for nobody ends. Linux only; elsewhere it builds on to the end."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def how_it_ended(done: subprocess.CompletedProcess[str]) -> str:

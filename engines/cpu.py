@@ -15,8 +15,9 @@ from intaglio.engines.cpu_session import CpuSession
 from intaglio.engines.onnxruntime_ import import_onnxruntime
 from intaglio.engines.report import StageReport, bits_per_weight
 from intaglio.engines.shapes import Interface
+from intaglio.engines.stage_interface import runs_as
 from intaglio.errors import CompileError, InputError
-from intaglio.exporters.bundle import Dim, StageInfo, TensorInfo
+from intaglio.exporters.bundle import Dim, StageInfo
 from intaglio.kernels.grouped_quant import DOMAIN
 
 if TYPE_CHECKING:
@@ -167,19 +168,6 @@ def build_model(
         trial_sizes=result["sizes"],
         notes=tuple(notes),
     )
-
-
-def runs_as(stage: StageInfo) -> StageInfo:
-    """What a loaded stage takes and gives: float32 in place of bfloat16.
-
-    A widened graph takes its cache in float32 too: at the edges there would be a cast of the whole cache at every
-    token, and neither NumPy nor onnxruntime's Python face has a bfloat16 of its own.
-    """
-
-    def widened(tensors: tuple[TensorInfo, ...]) -> tuple[TensorInfo, ...]:
-        return tuple(t.model_copy(update={"dtype": "float32"}) if t.dtype == "bfloat16" else t for t in tensors)
-
-    return stage.model_copy(update={"inputs": widened(stage.inputs), "outputs": widened(stage.outputs)})
 
 
 def build(

@@ -6,7 +6,7 @@ Shape suffixes: B batch, K key heads, C capacity, E numbers of a head.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -14,8 +14,6 @@ from intaglio.engines.shapes import Tensor
 
 # In the metadata of a lowered graph whose cache can be appended to in place: see FuseAttentionPass.
 CACHE_IN_PLACE = "intaglio.cache_in_place"
-# How the names of its inputs and outputs begin.
-PAST, PRESENT = "past_key_values.", "present."
 
 # Tokens that a buffer has room for at first, and by how much it grows.
 _LEAST_CAPACITY, _GROWTH = 64, 2
@@ -69,20 +67,3 @@ class KeyValueCache:
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
-
-
-class Cache(Protocol):
-    """A key-value cache of any target: ``length`` tokens of ``batch`` texts."""
-
-    batch: int
-    length: int
-
-
-class FilledPast:
-    """Shape and dtype of what is filled of a cache, for the check of feeds."""
-
-    def __init__(self, tensor: Tensor, cache: Cache) -> None:
-        sizes = {"batch": cache.batch, "past_sequence": cache.length}
-        assert tensor.shape is not None
-        self.shape = tuple(n if isinstance(n, int) else sizes[n] for n in tensor.shape)
-        self.dtype = tensor.dtype

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from intaglio.engines.cpu_cache import CACHE_IN_PLACE, PAST, PRESENT, FilledPast, KeyValueCache
+from intaglio.engines.cpu_cache import CACHE_IN_PLACE, KeyValueCache
 from intaglio.engines.interruptible import call_interruptibly
+from intaglio.engines.kv_cache import PAST, PRESENT, FilledPast
 from intaglio.engines.onnxruntime_ import import_onnxruntime
-from intaglio.engines.shapes import Interface, check_feeds, smallest_sizes
+from intaglio.engines.shapes import Interface, check_feeds, check_outputs, smallest_sizes
 from intaglio.errors import EngineError, InputError
 from intaglio.exporters.bundle import Dim, StageInfo
 from intaglio.kernels.cpu.library import library_path
@@ -100,6 +101,7 @@ class CpuSession:
         first, *others = (tensor for tensor in self.stage.inputs if tensor.name.startswith(PAST))
         filled = {first.name: FilledPast(first, cache)}
         check_feeds(self.name, self.stage, self.dims, {**feeds, **filled}, unchecked={t.name for t in others})
+        check_outputs(self.name, self.stage, outputs)
         tokens = feeds["input_ids"].shape[1]
         try:
             if cache.reserve(tokens):
@@ -132,10 +134,11 @@ class CpuSession:
     ) -> dict[str, Any]:
         """Runs the stage. ``outputs`` chooses by name (all by default).
 
-        Raises InputError on wrong inputs, EngineError if the run fails. KeyboardInterrupt stops it between two nodes
-        of the graph.
+        Raises InputError on wrong inputs and names that are no outputs, EngineError if the run fails. KeyboardInterrupt
+        stops it between two nodes of the graph.
         """
         check_feeds(self.name, self.stage, self.dims, feeds)
+        check_outputs(self.name, self.stage, outputs)
         chosen = None if outputs is None else frozenset(outputs)
         names = [name for name in self._outputs if chosen is None or name in chosen]
         try:

@@ -54,6 +54,11 @@ class Engine:
         return next(iter(self.info.identities.values())).accuracy
 
     @property
+    def variants(self) -> tuple[dict[str, Dim], ...]:
+        """The sets of sizes that it was built for, where there are several."""
+        return next(iter(self.info.identities.values())).variants
+
+    @property
     def options(self) -> dict[str, str]:
         """The target's own options that it was built with."""
         return next(iter(self.info.identities.values())).options

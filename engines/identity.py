@@ -79,7 +79,8 @@ def make_identity(graph_sha256: str, weights_sha256: str, dtype: str, wanted: Wa
 def _lowering_hash(target: str) -> str:
     # A change of the target or its passes changes engines without changing any version.
     folder, digest = Path(__file__).parent, hashlib.sha256()
-    patterns = ("lowering/*.py", "graph_*.py", "shapes.py", *target_module(target).SOURCES)
+    shared = ("lowering/*.py", "graph_*.py", "kv_cache.py", "shapes.py", "stage_interface.py")
+    patterns = (*shared, *target_module(target).SOURCES)
     for file in sorted({file for pattern in patterns for file in folder.glob(pattern)}):
         digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 import onnx
 import onnx_ir as ir
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped]
 
 from intaglio.engines.model_engine import NO_MAXIMUM, ModelTensor
 from intaglio.errors import CompileError
@@ -129,11 +129,28 @@ def parse_onnx(path: Path) -> onnx.ModelProto:
                 f"{path}: has {size / 2**30:.1f} GiB, and a protobuf file ends at 2 GiB, so it is no whole ONNX file; "
                 "save the model with its weights as external data"
             )
-        return onnx.ModelProto.FromString(path.read_bytes())
+        model = onnx.ModelProto.FromString(path.read_bytes())
     except OSError as error:
         raise CompileError(f"{path}: cannot be read ({error.strerror}); expected an ONNX file") from error
     except DecodeError as error:
         raise CompileError(f"{path}: is no ONNX file, or is damaged or cut short ({error})") from error
+    garbled = next(_garbled(model), None)
+    if garbled is not None:
+        raise CompileError(
+            f"{path}: holds the text {garbled!r}, which is no UTF-8; the file is damaged, or rename it there"
+        )
+    return model
+
+
+def _garbled(message: Message) -> Iterator[bytes]:
+    """Texts that are no UTF-8, which protobuf gives as bytes."""
+    for field, value in message.ListFields():
+        values = [value] if isinstance(value, (str, bytes, Message)) else value
+        if field.type == field.TYPE_STRING:
+            yield from (each for each in values if isinstance(each, bytes))
+        elif field.type == field.TYPE_MESSAGE:
+            for each in values:
+                yield from _garbled(each)
 
 
 def all_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:

@@ -35,12 +35,15 @@ class Interface(Protocol):
 
 def override_dims(dims: Mapping[str, Dim], shapes: str | None) -> dict[str, Dim]:
     """``dims`` with ``NAME=VALUE`` or ``NAME=MIN:OPT:MAX``, comma-separated, in their place. Raises InputError."""
-    result = dict(dims)
+    result, seen = dict(dims), set[str]()
     for item in filter(None, (shapes or "").split(",")):
         match = re.fullmatch(r"\s*([^=]*[^=\s])=([0-9]{1,18})(?::([0-9]{1,18}):([0-9]{1,18}))?\s*", item)
         if not match:
             raise InputError(f"--shapes: {item!r} is not NAME=VALUE or NAME=MIN:OPT:MAX")
         name, low = match[1], int(match[2])
+        if name in seen:
+            raise InputError(f"--shapes: {name} is given twice; each set of sizes takes a --shapes of its own")
+        seen.add(name)
         opt, high = (int(match[3]), int(match[4])) if match[3] else (low, low)
         if name not in dims:
             raise InputError(f"--shapes: the dim {name!r} is unknown; there are {', '.join(dims)}")
@@ -49,6 +52,8 @@ def override_dims(dims: Mapping[str, Dim], shapes: str | None) -> dict[str, Dim]
             raise InputError(f"--shapes: {name} is {declared.expression}, so it cannot be set")
         if not declared.min <= low <= opt <= high <= declared.max:
             raise InputError(f"--shapes: {name}={low}:{opt}:{high} must rise, within {declared.min} to {declared.max}")
+        if not high:
+            raise InputError(f"--shapes: {name}={low}:{opt}:{high}: the greatest size is 0, expected 1 or more")
         for size in (low, opt, high):
             if size % declared.multiple_of:
                 raise InputError(f"--shapes: {name}={size} is not a multiple of {declared.multiple_of}")
@@ -147,6 +152,13 @@ def check_feeds(
         fitting[wanted_shape] = shape
     for name, size in sizes.items():
         _check_size(stage_name, name, size, dims.get(name), sizes)
+
+
+def check_outputs(stage_name: str, stage: Interface, outputs: Collection[str] | None) -> None:
+    """Raises InputError for names that are no outputs of a stage; None stands for all."""
+    names = [tensor.name for tensor in stage.outputs]
+    if unknown := sorted(set(outputs or ()).difference(names)):
+        raise InputError(f"{stage_name}: has no output {unknown[0]!r}; there are {', '.join(names)}")
 
 
 def _shape(value: Any) -> tuple[int, ...]:

@@ -157,8 +157,8 @@ def load(
 
 def load_for_parity(name: str, artifact: Path, weights: Path, stage: Interface, identity: Identity) -> Any:
     """The graph that TensorRT was given, run by onnxruntime: an engine runs on a GPU only. Raises EngineError."""
-    from intaglio.engines.cpu import runs_as
     from intaglio.engines.nvidia.evaluation import LoweredGraph
+    from intaglio.engines.stage_interface import runs_as
     from intaglio.exporters.bundle import StageInfo
 
     assert isinstance(stage, StageInfo), "the graph of an ONNX file is not kept"

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from intaglio.engines.engine import open_engine
+from intaglio.engines.target import session_options, target_module
 from intaglio.errors import InputError
 from intaglio.progress import ProgressCallback
 from intaglio.runtimes.bench_against import check_competitor
 from intaglio.runtimes.bench_picture import bench_picture
 from intaglio.runtimes.bench_text import bench_text
+from intaglio.runtimes.profile import check_profile
 
 
 def bench(
@@ -61,6 +63,9 @@ def bench(
         return bench_kernels(quick=quick, threads=threads, progress=progress)
     if quick:
         raise InputError("quick has no meaning for a bundle; it is for --kernels. Give --repeats 1")
+    target_module(target).check_runs(**session_options(target, threads=threads))
+    if profile:
+        check_profile(target)
     engine = open_engine(bundle, target)
     is_text = engine.bundle.kind == "text-generation"
     if stray := [name for name, value in (picture if is_text else text).items() if value is not None]:

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from intaglio.engines.cpu import runs_as
 from intaglio.engines.engine import Engine
 from intaglio.engines.memory import peak_rss_bytes, reset_peak_rss
+from intaglio.engines.stage_interface import runs_as
+from intaglio.engines.target import session_options
 from intaglio.errors import InputError
 from intaglio.progress import Progress, ProgressCallback
 from intaglio.runtimes.bench_against import graph_request, key_of, start_competitor
@@ -22,7 +23,7 @@ from intaglio.runtimes.images import check_size
 from intaglio.runtimes.latents import FACTOR
 from intaglio.runtimes.machine import Float32MatMul, describe_machine
 from intaglio.runtimes.picture_request import PictureModel
-from intaglio.runtimes.profile import profiled_session, read_profiles
+from intaglio.runtimes.profile import check_profile, profiled_session, read_profiles
 from intaglio.runtimes.random_feeds import Sizes, random_feeds
 
 # Competitors that run the linear layers of the transformer and nothing else.
@@ -44,6 +45,8 @@ def bench_picture(
     progress: ProgressCallback | None,
 ) -> dict[str, Any]:
     """Times each stage that the bundle has; see :func:`intaglio.runtimes.bench.bench`."""
+    if against in _LINEARS_ONLY:
+        check_profile(engine.info.target)  # theirs is compared with what the linear layers take in ours
     if repeats < 1:
         raise InputError(f"repeats is {repeats}, expected at least 1")
     model = PictureModel.of(engine.bundle, engine.bundle_path, engine.dims)
@@ -73,7 +76,7 @@ def bench_picture(
             if profiled:
                 session = stack.enter_context(profiled_session(engine, stage, threads=threads))
             else:
-                session = engine.load(stage, threads=threads)
+                session = engine.load(stage, **session_options(engine.info.target, threads=threads))
             load_seconds = time.perf_counter() - started
             feeds = random_feeds(engine.bundle, runs_as(engine.bundle.stages[stage]), engine.dims, sizes, seed=0)
             seconds: list[float] = []

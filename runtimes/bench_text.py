@@ -15,6 +15,7 @@ import numpy as np
 
 from intaglio.engines.engine import Engine, read_report
 from intaglio.engines.memory import peak_rss_bytes
+from intaglio.engines.target import session_options
 from intaglio.errors import InputError
 from intaglio.progress import Progress, ProgressCallback
 from intaglio.runtimes.bench_against import (
@@ -60,7 +61,7 @@ def bench_text(
         raise InputError(f"{prompt_tokens} + {new_tokens} tokens do not fit in the context of {context}")
     weight_bytes = read_report(engine.bundle_path, engine.info.target).stages["generate"].weight_bytes
     started = time.perf_counter()
-    session = engine.load("generate", threads=threads)
+    session = engine.load("generate", **session_options(engine.info.target, threads=threads))
     load_seconds = time.perf_counter() - started
     prefills: list[float] = []
     steps: list[float] = []

@@ -98,9 +98,16 @@ def parity(
         return against_golden(bundle, target, folder, stage, bound, min_cosine, keep_going, progress)
     reference = reference_side(bundle, against)
     engine = engine_side(bundle, target)
-    sizes = Sizes.choose(engine.dims, tokens=tokens, height=height, width=width, batch=batch)
     stages = chosen_stages(engine.bundle, stage)
-    default = REFERENCE_BOUNDS.get((against, engine.dtype), BOUNDS[engine.dtype])
+    asked = {"tokens": tokens, "height": height, "width": width, "batch": batch}
+    if batch is None and any(map(engine.keeps_cache, stages)):
+        asked["batch"] = 1
+    # What nobody asks for is that of one set of sizes, where an engine has several.
+    dims = engine.dims if any(size is not None for size in asked.values()) else engine.first_dims
+    sizes = Sizes.choose(dims, **asked)
+    # A cache in states is float16, whatever the graph is.
+    dtype = "float16" if any(map(engine.keeps_cache, stages)) else engine.dtype
+    default = REFERENCE_BOUNDS.get((against, dtype), BOUNDS[dtype])
     if engine.is_fast:
         default = FAST_BOUNDS
     bounds = Bounds(

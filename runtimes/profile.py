@@ -9,13 +9,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from intaglio.engines.cpu import runs_as
 from intaglio.engines.cpu_session import CpuSession
 from intaglio.engines.engine import Engine
+from intaglio.engines.stage_interface import runs_as
 from intaglio.errors import InputError
 
 # Groups of like nodes that a profile lists; what is beyond them is in the operators' sums.
 _MOST_NODES = 20
+
+
+def check_profile(target: str) -> None:
+    """Raises InputError for a target without a profile."""
+    if target != "cpu":
+        raise InputError(f"operators are timed on the target cpu, and this one is {target}; leave the profile out")
 
 
 @contextmanager
@@ -24,8 +30,7 @@ def profiled_session(engine: Engine, stage: str, *, threads: int = 0) -> Iterato
 
     Raises InputError for a target without a profile, EngineError.
     """
-    if engine.info.target != "cpu":
-        raise InputError(f"a profile is made of the target cpu, not of {engine.info.target}")
+    check_profile(engine.info.target)
     with tempfile.TemporaryDirectory(prefix="intaglio-profile-") as folder:
         yield CpuSession(
             stage,

@@ -45,10 +45,12 @@ class Sizes:
         """What is asked for, else small sizes, both within ``dims``. Raises InputError."""
         if "sequence" in dims:
             # A stage with a cache gets as many tokens of past again.
-            longest = dims["sequence"].max // 2
-            if tokens is not None and not 2 <= tokens <= longest:
-                raise InputError(f"tokens is {tokens}, expected 2 to {longest}")
-            length = min(_TOKENS, longest) if tokens is None else tokens
+            new = dims["sequence"]
+            least = max(min(2, new.max), new.min)
+            longest = max(new.max // 2, least)
+            if tokens is not None and not least <= tokens <= longest:
+                raise InputError(f"tokens is {tokens}, expected {least} to {longest}")
+            length = min(max(_TOKENS, least), longest) if tokens is None else tokens
         else:
             length = _size("tokens", tokens, dims.get("text_tokens"), _TOKENS)
         return cls(

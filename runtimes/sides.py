@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from intaglio.engines.cpu import runs_as
 from intaglio.engines.engine import Engine, open_engine
 from intaglio.engines.graph_stats import output_order
 from intaglio.engines.references import check_reference, open_reference
+from intaglio.engines.stage_interface import runs_as
 from intaglio.errors import OutputError
 from intaglio.exporters.bundle import Bundle, Dim, StageInfo, read_bundle
 from intaglio.runtimes.difference import Difference, measure
@@ -47,6 +47,17 @@ class Side:
         """What it computes in: the bundle's dtype, unless the engine was narrowed from that."""
         options = {} if self.engine is None else self.engine.options
         return options.get("dtype", self.bundle.dtype)
+
+    @property
+    def first_dims(self) -> Mapping[str, Dim]:
+        """The dims, or of an engine of several sets of sizes those of the first."""
+        variants = () if self.engine is None else self.engine.variants
+        return variants[0] if variants else self.dims
+
+    def keeps_cache(self, stage: str) -> bool:
+        """Whether an engine keeps the stage's key-value cache in states of its own: float16, and of fixed sizes."""
+        has_past = any(tensor.name.startswith("past_key_values.") for tensor in self.bundle.stages[stage].inputs)
+        return has_past and self.engine is not None and self.engine.info.target == "coreml"
 
     def graph(self, stage: str) -> Path:
         """The file of the portable graph."""

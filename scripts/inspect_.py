@@ -14,6 +14,7 @@ import typer
 
 import intaglio
 from intaglio.engines.engine import engine_path, open_engine, read_engine, read_report
+from intaglio.engines.identity import Identity
 from intaglio.engines.model_engine import (
     MODEL_FOLDER,
     NO_MAXIMUM,
@@ -22,6 +23,7 @@ from intaglio.engines.model_engine import (
     read_model_engine,
     read_model_report,
 )
+from intaglio.engines.target import target_module
 from intaglio.errors import CheckpointError, InputError
 from intaglio.exporters.bundle import Dim, is_bundle, read_bundle
 from intaglio.exporters.checkpoints.gguf_blocks import StoredTensor
@@ -64,7 +66,7 @@ def inspect_(
         _bundle(path, as_json)
     elif path.parent.name == "engines" and is_bundle(path.parent.parent):
         _engine(path, as_json)
-    elif path.suffix.lower() == ".onnx" and not path.is_dir():
+    elif _is_onnx(path):
         _onnx(path, tensors, as_json)
     elif is_model_engine(path):
         _model_engine(path, tensors, as_json)
@@ -72,6 +74,19 @@ def inspect_(
         raise InputError(f"{path}: is an engine outside its bundle; expected BUNDLE/engines/TARGET")
     else:
         _checkpoint(path, tensors, as_json)
+
+
+def _is_onnx(path: Path) -> bool:
+    """Whether it is an ONNX file by its name or, as ``compile`` takes any, by its first field: the IR version."""
+    if path.suffix.lower() == ".onnx":
+        return not path.is_dir()
+    try:
+        with path.open("rb") as file:
+            head = file.read(9)
+    except OSError:
+        return False
+    # A safetensors file may begin with that byte too.
+    return head[:1] == b"\x08" and head[8:9] != b"{"
 
 
 def _checkpoint(path: Path, list_tensors: bool, as_json: bool) -> None:
@@ -224,7 +239,7 @@ def _engine(path: Path, as_json: bool) -> None:
     else:
         print_report(report)
         for name, identity in info.identities.items():
-            rows = [(key, value) for key, value in identity if key != "shapes"]
+            rows = _identity_rows(identity)
             print_table(f"\nidentity of {name}", ("key", "value"), rows)
     # Shown first: an engine that no longer matches is when one wants to look.
     open_engine(bundle, target)
@@ -313,9 +328,9 @@ def _model_engine(path: Path, list_tensors: bool, as_json: bool) -> None:
 
     info, report = read_model_engine(path), read_model_report(path)
     dims = info.identity.shapes
-    artifact = path / MODEL_FOLDER / info.artifact
     # Other engines hold what was built of the model, and not the model.
-    model = read_onnx(artifact) if artifact.suffix == ".onnx" else None
+    is_kept = target_module(info.target).KEEPS_MODEL
+    model = read_onnx(path / MODEL_FOLDER / info.artifact) if is_kept else None
     if as_json:
         content = {"model": None if model is None else _onnx_content(model, dims, list_tensors)}
         print_json({**info.model_dump(mode="json"), **content, "report": report.model_dump()})
@@ -325,7 +340,7 @@ def _model_engine(path: Path, list_tensors: bool, as_json: bool) -> None:
         _onnx_tables(model, dims, list_tensors)
     files = [(file.name, human_bytes(file.bytes), file.sha256) for file in info.files]
     print_table("\nfiles", ("file", "size", "sha256"), files)
-    rows = [("source", info.source), *((key, value) for key, value in info.identity if key != "shapes")]
+    rows = [("source", info.source), *_identity_rows(info.identity)]
     print_table("\nidentity", ("key", "value"), rows)
 
 
@@ -365,6 +380,21 @@ def _tensors(infos: Any) -> str:
         f"{i.name} {list(i.shape)}" for i in infos if ".0." in i.name or not i.name.startswith(("past_", "present."))
     ]
     return "\n".join(names)
+
+
+def _identity_rows(identity: Identity) -> list[tuple[str, object]]:
+    """What an engine was built from; the sizes stand elsewhere, but for the sets of them."""
+    rows: list[tuple[str, object]] = [(k, v) for k, v in identity if k not in ("shapes", "variants", "options")]
+    rows += [(f"--{name.replace('_', '-')}", value) for name, value in identity.options.items()]
+    for i, dims in enumerate(identity.variants):
+        differing = [name for name, dim in dims.items() if any(dim != other[name] for other in identity.variants)]
+        sizes = ", ".join(f"{name}={_range(dims[name])}" for name in differing)
+        rows.append((f"sizes {i + 1}", sizes))
+    return rows
+
+
+def _range(dim: Dim) -> str:
+    return str(dim.min) if dim.min == dim.max else f"{dim.min} to {dim.max}"
 
 
 def _or_blank(value: int | None) -> int | str:

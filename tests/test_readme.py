@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,14 @@ def test_the_support_table_names_every_architecture_and_no_other() -> None:
     rows = [line for line in README.splitlines() if line.startswith(("| language models", "| picture models"))]
     assert len(rows) == 2
     assert set(re.findall(r"`([A-Z]\w+)`", " ".join(rows))) == built
+
+
+def test_the_ops_for_core_ml_are_counted() -> None:
+    listed = (ROOT / "engines" / "coreml" / "supported_ops.txt").read_text("utf-8").split()
+    counts = Counter(name.rpartition("::")[0] for name in listed)
+    page = (ROOT / "docs" / "coreml.md").read_text("utf-8")
+    assert f"{counts['']} types of ONNX, {counts['com.microsoft']} of com.microsoft and {counts['intaglio']} of" in page
+    assert f"{counts['']} op types of ONNX and {counts['com.microsoft']} of com.microsoft]" in README
 
 
 def test_the_support_table_names_every_gguf_type_and_no_other() -> None:

@@ -36,7 +36,7 @@ INPUT_DTYPES = frozenset(
 SUFFIX = ".mlpackage"
 KEEPS_MODEL = False
 _BUILDS = (
-    "__init__", "blob_file", "build", "constants", "conversion", "deferred", "description", "einsum", "functions",
+    "__init__", "blob_file", "building", "constants", "conversion", "deferred", "description", "einsum", "functions",
     "manifest", "mil", "node", "options", "package", "registry", "serialization", "sizes", "states", "stats",
 )  # fmt: skip
 # Not what runs or evaluates packages, but for what the counts of the report are read with.
@@ -116,7 +116,7 @@ def _build(graph: Path, artifact: Path, interface: Interface, identity: Identity
         "options": identity.options,
         "is_foreign": is_foreign,
     }
-    done = run_child("coreml.build", request)
+    done = run_child("coreml.building", request)
     if done.returncode == REFUSED and done.stderr.strip():
         raise CompileError(done.stderr.strip().splitlines()[-1])
     if done.returncode:

@@ -18,10 +18,12 @@ from onnx_ir.passes.common import (
     RemoveUnusedNodesPass,
 )
 
+from intaglio.engines.coreml.axes import check_axes
 from intaglio.engines.coreml.constants import to_mil
 from intaglio.engines.coreml.deferred import large
 from intaglio.engines.coreml.node import Node
 from intaglio.engines.coreml.registry import UPDATE_STATE, load_converters
+from intaglio.engines.lowering.fold_constants import evaluate
 from intaglio.engines.lowering.fuse_dequantize import FuseDequantizePass
 from intaglio.engines.lowering.fuse_gather import FuseGatherPass
 from intaglio.engines.lowering.infer_shapes import infer_shapes
@@ -37,6 +39,21 @@ if TYPE_CHECKING:
 MAX_RANK = 5
 # onnxruntime begins there too.
 _OLDEST_OPSET = 7
+# What follows from constants alone is computed in its own dtype where Core ML has a smaller one, up to this size.
+_WIDE = (ir.DataType.INT64, ir.DataType.UINT64, ir.DataType.UINT32, ir.DataType.DOUBLE)
+_FOLDED_ELEMENTS = 2**16
+# What may leave the range of int32 where its inputs are within.
+_COUNTING = frozenset(
+    {"Abs", "Add", "BitShift", "Cast", "CumSum", "MatMul", "Mul", "Neg", "Pow", "ReduceProd", "ReduceSum", "Sub", "Sum"}
+)
+# Names that coremltools changes when it writes a program.
+_RESERVED = frozenset(
+    {
+        "any", "bf16", "bool", "dict", "false", "fp16", "fp32", "fp64", "func", "int16", "int32", "int64", "int8",
+        "list", "program", "state", "string", "tensor", "true", "tuple", "uint16", "uint32", "uint64", "uint8",
+    }
+)  # fmt: skip
+_WIDE_NUMPY = tuple(dtype.numpy() for dtype in _WIDE)
 _TINY_FLOATS = frozenset(d for d in ir.DataType if d.is_floating_point() and d.bitwidth <= 8)
 # Other floats are taken and given as float32, and all else as int32.
 _INTERFACE = {ir.DataType.FLOAT16: "fp16"}
@@ -73,7 +90,8 @@ class Converted:
     """A MIL program with one function, ``main``. A package can be made of it once: coremltools changes it in that.
 
     Packed weights are read from the model's files then, so these must still be there. ``notes`` say what is computed in
-    another way than the graph says.
+    another way than the graph says. ``too_deep``: which nodes give more dims than Core ML's tensors have, by the MIL op
+    that does; coremltools may do without it yet.
     """
 
     program: Program
@@ -82,6 +100,7 @@ class Converted:
     nodes: int = field(default=0)
     states: tuple[Port, ...] = ()
     notes: tuple[str, ...] = ()
+    too_deep: Mapping[str, str] = field(default_factory=dict)
 
 
 def convert(
@@ -169,7 +188,11 @@ class Conversion:
         self._vars: dict[ir.Value, Var] = {}
         self._shared: dict[Hashable, Var] = {}
         self._bound = {value: constants[str(value.name)] for value in model.graph.inputs if value.name in constants}
-        self._names: set[str] = set()
+        # What was computed at conversion.
+        self._known: dict[ir.Value, np.ndarray] = {}
+        self._names: set[str] = set(_RESERVED)
+        self._said: dict[str, None] = {}
+        self._too_deep: dict[str, str] = {}
         self._symbols: dict[str, Any] = {}
         self._nodes = 0
 
@@ -201,7 +224,13 @@ class Conversion:
         program = Program()
         program.add_function("main", function)
         return Converted(
-            program, tuple(inputs), tuple(port for port, _ in pairs), self._nodes, tuple(states), self._notes()
+            program,
+            tuple(inputs),
+            tuple(port for port, _ in pairs),
+            self._nodes,
+            tuple(states),
+            self._notes(),
+            self._too_deep,
         )
 
     def _notes(self) -> tuple[str, ...]:
@@ -215,7 +244,16 @@ class Conversion:
             made = self._vars.get(node.outputs[0])
             if node.op_type == "NonZero" and made is not None and made.val is None:
                 notes.append(f"how much NonZero gives ({node.name or node.outputs[0].name!r}) depends on the data")
-        return tuple(notes)
+        return (*notes, *self._said)
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes were converted so far, those of a loop each time that it runs."""
+        return self._nodes
+
+    def note(self, what: str) -> None:
+        """Says in the report, once, what is computed in another way than the graph says."""
+        self._said[what] = None
 
     def var(self, value: ir.Value, node: Node | None = None) -> Var:
         """The Var of a value; that of a weight is made when it is first asked for."""
@@ -229,7 +267,7 @@ class Conversion:
                 who = f"{self._where}: an output" if node is None else self.describe(node._node)
                 raise CompileError(f"{who} reads {value.name!r}, which nothing before it makes; repair the graph")
             self._vars[value] = mb.const(
-                val=large(self._narrow(value, array)), name=self.unique_name(value.name or "const")
+                val=large(self._narrow(value, array, node)), name=self.unique_name(value.name or "const")
             )
         return self._vars[value]
 
@@ -328,8 +366,11 @@ class Conversion:
 
     def _convert(self, node: ir.Node) -> None:
         domain = "" if node.domain == "ai.onnx" else node.domain
+        if self._fold(node):
+            return
         seen = Node(node, self, self.unique_name(node.name or node.op_type))
         try:
+            check_axes(seen)
             made = self._converters[domain, node.op_type](seen)
         except (CompileError, RecursionError):
             raise
@@ -347,10 +388,54 @@ class Conversion:
                 seen.fail(f"gives {value.name!r} the shape {list(var.shape)}, and Core ML holds no empty tensors")
             if any(isinstance(size, (int, np.integer)) and not 0 <= size < 2**31 for size in var.shape):
                 seen.fail(f"gives {value.name!r} the shape {list(var.shape)}, and Core ML's sizes are of 31 bits")
+            if var.rank > MAX_RANK and var.val is None and var.op is not None:
+                gives = f"gives {value.name!r} {var.rank} dims"
+                self._too_deep[var.op.name] = f"{self.describe(node)} {gives}, and Core ML's tensors end at {MAX_RANK}"
             self._vars[value] = var
+        self._note_integers(node)
         for value in node.outputs[len(outputs) :]:
             if value.uses() or value.is_graph_output():
                 seen.fail(f"gives a further output {value.name!r}, which is not converted")
+
+    def _fold(self, node: ir.Node) -> bool:
+        """Computes a node here if its inputs are known and MIL, which would, has smaller numbers."""
+        outputs = node.outputs
+        inputs = [None if value is None or value.name == "" else self._array(value) for value in node.inputs]
+        given = [value for value in node.inputs if value is not None and value.name != ""]
+        made = None
+        if given and sum(array is not None for array in inputs) == len(given):
+            wide = [array.dtype for array in inputs if array is not None]
+            if any(dtype in wide for dtype in _WIDE_NUMPY) or any(value.dtype in _WIDE for value in outputs):
+                made = evaluate(node, inputs, self.opset(node), _FOLDED_ELEMENTS)
+        for i, value in enumerate(outputs):
+            self._known.pop(value, None)
+            if made is not None and i < len(made):
+                self._vars.pop(value, None)  # of an earlier round of a loop
+                self._known[value] = made[i]
+        self._nodes += made is not None
+        return made is not None
+
+    def _array(self, value: ir.Value) -> np.ndarray | None:
+        """A value that is known and not large, in the graph's dtype."""
+        held = self._weight_of(value)
+        if held is not None:
+            return self._weight(value) if held.size <= _FOLDED_ELEMENTS else None
+        var = self._vars.get(value)
+        if var is None or var.val is None or np.size(var.val) > _FOLDED_ELEMENTS:
+            return None
+        return np.asarray(var.val).astype(self.dtype(value).numpy())
+
+    def _note_integers(self, node: ir.Node) -> None:
+        made = self._vars.get(node.outputs[0])
+        dtype = node.outputs[0].dtype
+        if node.op_type not in _COUNTING or made is None or dtype not in _WIDE or dtype == ir.DataType.DOUBLE:
+            return
+        source = node.inputs[0].dtype if node.op_type == "Cast" and node.inputs[0] is not None else None
+        within = source is not None and source.is_integer() and dtype == ir.DataType.INT64
+        # What follows from sizes stays within int32.
+        if not within and made.val is None and made.sym_val is None:
+            name = "int64" if dtype == ir.DataType.INT64 else dtype.name.lower()
+            self.note(f"{name} is computed in int32: what leaves its range is wrong")
 
     def _inputs(self, node: ir.Node) -> str:
         """The shapes and dtypes of a node's inputs, as far as they are known."""
@@ -378,7 +463,7 @@ class Conversion:
         )
 
     def _weight_of(self, value: ir.Value) -> Any:
-        return self._bound.get(value, value.const_value)
+        return self._known.get(value, self._bound.get(value, value.const_value))
 
     def _weight(self, value: ir.Value) -> np.ndarray | None:
         held = self._weight_of(value)
@@ -408,11 +493,13 @@ class Conversion:
         except Exception as error:  # external data that is missing or cut short
             raise CompileError(f"{self._where}: the weight {value.name!r} cannot be read: {error}") from error
 
-    def _narrow(self, value: ir.Value, array: np.ndarray) -> np.ndarray:
+    def _narrow(self, value: ir.Value, array: np.ndarray, node: Node | None) -> np.ndarray:
         try:
             return to_mil(array)
         except ValueError as error:
-            self._fail(f"the weight {value.name!r} {error}")
+            if value in self._known and node is not None:
+                node.fail(f"reads {value.name!r}, which follows from constants and {error}")
+            self._fail(f"the {'value' if value in self._known else 'weight'} {value.name!r} {error}")
 
     def _input(self, value: ir.Value) -> Port:
         name, dtype = str(value.name), value.dtype

@@ -209,7 +209,7 @@ def describe(
     return FunctionDescription(
         inputs=tuple(map(_tensor, converted.inputs)),
         outputs=tuple(map(_tensor, converted.outputs)),
-        sizes=dict(sizes or {}),
+        sizes={name: size for name, size in (sizes or {}).items() if size},
         dims=varying,
         cache=cache,
     )

@@ -1,4 +1,4 @@
-"""What converters share: numbers in a Var's dtype, integers of fewer bits, shapes of which some dims vary."""
+"""What converters share: constants in a Var's dtype, integers of fewer bits, shapes of which some dims vary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import numpy as np
 import onnx_ir as ir
 from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import Var, types
+from coremltools.converters.mil.mil.types.symbolic import is_symbolic
 
+from intaglio.engines.coreml.node import Node
+
+# A size of a tensor: known, or a Var ``[1]`` of int32 where it varies. No scalar, since MIL loses through expand_dims
+# which dim it is.
 Size: TypeAlias = int | Var
 
 _NARROW = {
@@ -39,6 +44,11 @@ def mil_dtype(dtype: ir.DataType) -> str | None:
     return _MIL_NAMES.get(dtype)
 
 
+def dtype_of(var: Var) -> str:
+    """MIL's name of the dtype of a Var: ``fp32``, ``fp16``, ``int32``, ``bool``."""
+    return str(types.builtin_to_string(var.dtype))
+
+
 def numpy_dtype(var: Var) -> Any:
     """NumPy's dtype of a Var."""
     return types.nptype_from_builtin(var.dtype)
@@ -54,25 +64,24 @@ def is_bool(var: Var) -> bool:
     return var.dtype == types.bool
 
 
-def number(value: Any, like: Var) -> Any:
-    """A constant in the dtype of a Var: mb takes every Python float for float32."""
+def constant(value: Any, like: Var) -> Any:
+    """A number or an array in the dtype of a Var: mb takes every Python float for float32."""
     return np.asarray(value).astype(numpy_dtype(like))[()]
 
 
 def cast(var: Var, dtype: str) -> Var:
     """The Var in another MIL dtype, or itself."""
-    return var if types.builtin_to_string(var.dtype) == dtype else mb.cast(x=var, dtype=dtype)
+    return var if dtype_of(var) == dtype else mb.cast(x=var, dtype=dtype)
 
 
 def as_float(var: Var) -> Var:
-    """Integers and booleans as float32."""
+    """The Var, in float32 where it holds integers or booleans."""
     return var if is_float(var) else mb.cast(x=var, dtype="fp32")
 
 
 def through(dtype: str, function: Callable[[Var], Var], var: Var) -> Var:
     """Applies a function in another dtype and casts back."""
-    before = types.builtin_to_string(var.dtype)
-    return cast(function(cast(var, dtype)), before)
+    return cast(function(cast(var, dtype)), dtype_of(var))
 
 
 def without_bool(function: Callable[[Var], Var], var: Var) -> Var:
@@ -81,7 +90,7 @@ def without_bool(function: Callable[[Var], Var], var: Var) -> Var:
 
 
 def in_float(function: Callable[[Var], Var], var: Var) -> Var:
-    """Applies a function of floats to a Var that may be an integer."""
+    """Applies a function of floats to a Var that may hold integers or booleans, which it holds again after."""
     return function(var) if is_float(var) else through("fp32", function, var)
 
 
@@ -97,53 +106,86 @@ def wrap(var: Var, dtype: ir.DataType | None) -> Var:
     return mb.sub(x=shifted, y=np.int32(half))
 
 
-def is_static(var: Var) -> bool:
-    """Whether every dim is known at conversion."""
-    return all(isinstance(size, (int, np.integer)) for size in var.shape)
+def is_static(shape: Sequence[object]) -> bool:
+    """Whether every size is known at conversion."""
+    return not any(is_symbolic(size) for size in shape)
+
+
+def static_sizes(node: Node, var: Var, axes: Sequence[int], why: str) -> list[int]:
+    """The sizes of some axes. Raises CompileError where one varies; ``why`` says what needs them."""
+    found = [var.shape[axis] for axis in axes]
+    if not is_static(found):
+        node.fail(f"has a size that varies, and {why}", "fix it with --shapes, or export the model with fixed sizes")
+    return [int(size) for size in found]
 
 
 def sizes(var: Var) -> list[Size]:
-    """The dims of a Var: integers where they are known, scalar Vars elsewhere."""
-    if is_static(var):
+    """The sizes of all axes."""
+    if is_static(var.shape):
         return [int(size) for size in var.shape]
     shape = mb.shape(x=var)
-    return [
-        int(size) if isinstance(size, (int, np.integer)) else mb.gather(x=shape, indices=np.int32(i), axis=0)
-        for i, size in enumerate(var.shape)
-    ]
+    return [_size_in(shape, axis) if is_symbolic(size) else int(size) for axis, size in enumerate(var.shape)]
+
+
+def size_of(var: Var, axis: int) -> Size:
+    """The size of one axis."""
+    size = var.shape[axis]
+    return _size_in(mb.shape(x=var), axis_of(axis, var.rank)) if is_symbolic(size) else int(size)
+
+
+def _size_in(shape: Var, axis: int) -> Var:
+    return mb.slice_by_index(x=shape, begin=[axis], end=[axis + 1])
+
+
+def scalar(size: Size) -> Any:
+    """A size as an operand of rank 0."""
+    return mb.squeeze(x=size, axes=[0]) if isinstance(size, Var) else np.int32(size)
 
 
 def shape_vector(dims: Sequence[Size]) -> Any:
     """A shape as MIL ops take it: an int32 array, or a Var where a dim is one."""
     if not any(isinstance(size, Var) for size in dims):
         return np.array(dims, np.int32)
-    parts = [mb.expand_dims(x=size, axes=[0]) if isinstance(size, Var) else np.array([size], np.int32) for size in dims]
+    parts = [size if isinstance(size, Var) else np.array([size], np.int32) for size in dims]
     return mb.concat(values=parts, axis=0)
 
 
 def reshape(var: Var, dims: Sequence[Size], name: str | None = None) -> Var:
-    """``var`` with these dims; one that varies becomes -1 where the others say it."""
+    """``var`` with these dims, of which one may be -1; one that varies becomes -1 where the others say it."""
     dims = list(dims)
     unknown = [i for i, size in enumerate(dims) if isinstance(size, Var)]
-    if len(unknown) == 1 and -1 not in [d for d in dims if isinstance(d, int)]:
+    if len(unknown) == 1 and -1 not in [size for size in dims if not isinstance(size, Var)]:
         dims[unknown[0]] = -1
     if not dims:
         return mb.squeeze(x=var) if var.rank else var
     return mb.reshape(x=var, shape=shape_vector(dims), **({"name": name} if name else {}))
 
 
+def shape_like(var: Var, other: Var) -> Var:
+    """``var`` in the shape of another Var of as many elements."""
+    return reshape(var, sizes(other))
+
+
+def per_channel(var: Var, rank: int, axis: int = 1) -> Var:
+    """A vector as a tensor of this rank, whose other axes have the size 1."""
+    return reshape(var, [size_of(var, 0) if i == axis else 1 for i in range(rank)])
+
+
+def arange(size: Size) -> Var:
+    """``0, 1, …``, int32."""
+    if not isinstance(size, Var):
+        return mb.const(val=np.arange(size, dtype=np.int32))
+    return mb.range_1d(start=0, end=scalar(size), step=1)
+
+
 def product(dims: Sequence[Size]) -> Size:
     """The product of dims."""
-    known = int(np.prod([d for d in dims if isinstance(d, int)], dtype=np.int64))
-    result: Size = known
+    result: Size = int(np.prod([size for size in dims if not isinstance(size, Var)], dtype=np.int64))
     for size in dims:
         if isinstance(size, Var):
-            result = size if isinstance(result, int) and result == 1 else mb.mul(x=size, y=_operand(result))
+            factor = result if isinstance(result, Var) else np.int32(result)
+            result = size if isinstance(result, int) and result == 1 else mb.mul(x=size, y=factor)
     return result
-
-
-def _operand(size: Size) -> Any:
-    return size if isinstance(size, Var) else np.int32(size)
 
 
 def axis_of(axis: int, rank: int) -> int:
@@ -151,17 +193,12 @@ def axis_of(axis: int, rank: int) -> int:
     return axis + rank if axis < 0 else axis
 
 
-def full(value: Any, shape: Sequence[int], like: Var) -> np.ndarray:
-    """An array of one value in the dtype of a Var."""
-    return np.full(shape, value, numpy_dtype(like))
-
-
 def nonnegative(indices: Var, sizes_of_axes: Sequence[Size]) -> Any:
     """Indices, of which those below 0 count from the end, as Core ML takes them: from the start.
 
     ``sizes_of_axes`` has one size, or one for each element of the last dim of ``indices``.
     """
-    size = sizes_of_axes[0] if len(sizes_of_axes) == 1 else shape_vector(sizes_of_axes)
+    size = scalar(sizes_of_axes[0]) if len(sizes_of_axes) == 1 else shape_vector(sizes_of_axes)
     known = not isinstance(size, Var)
     if indices.val is not None:
         if np.all(np.asarray(indices.val) >= 0):
@@ -192,7 +229,7 @@ def _covers(shapes: Sequence[tuple[Any, ...]], wanted: tuple[Any, ...]) -> bool:
 
 
 def _spread(a: Any, cond: Var) -> Any:
-    if is_static(cond):
+    if is_static(cond.shape):
         target = tuple(int(size) for size in cond.shape)
         known = None if isinstance(a, Var) and a.val is None else np.asarray(a.val if isinstance(a, Var) else a)
         if known is not None:

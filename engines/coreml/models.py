@@ -15,8 +15,9 @@ import numpy as np
 from intaglio.engines.coreml.coremltools_ import import_coremltools
 from intaglio.engines.coreml.description import PackageDescription, read_description
 from intaglio.engines.coreml.session import CoreMLSession, Model
-from intaglio.engines.cpu import runs_as
+from intaglio.engines.leftovers import remove_leftovers
 from intaglio.engines.shapes import Interface
+from intaglio.engines.stage_interface import runs_as
 from intaglio.errors import EngineError, InputError
 from intaglio.exporters.bundle import Dim, StageInfo
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 # What may compute, as the command line spells it, and coremltools' names of it.
 COMPUTE_UNITS = {"all": "ALL", "cpu": "CPU_ONLY", "cpu+gpu": "CPU_AND_GPU", "cpu+ne": "CPU_AND_NE"}
+# Beside a package, while its compiled copy is made.
+_PARTIAL = ".mlmodelc-"
 
 
 def is_mac() -> bool:
@@ -128,6 +131,7 @@ def compiled_copy(package: Path, compile_model: Callable[[str, str], object]) ->
     """The compiled form of ``package``, made by ``compile_model(package, destination)`` where it is not there yet.
 
     Its name holds the package's own identifier, so that one of another package is never taken; those are removed.
+    Where others make it at the same time, the first one counts.
     Raises EngineError for a package without a manifest.
     """
     try:
@@ -138,9 +142,16 @@ def compiled_copy(package: Path, compile_model: Callable[[str, str], object]) ->
     if compiled.is_dir():
         return compiled
     for old in package.parent.glob(f"{package.stem}-{'?' * len(identifier)}.mlmodelc"):
-        shutil.rmtree(old)
-    with tempfile.TemporaryDirectory(prefix=".mlmodelc-", dir=package.parent) as folder:
+        # Others may make the copy, or remove old ones, at the same time.
+        if old != compiled:
+            shutil.rmtree(old, ignore_errors=True)
+    remove_leftovers(package.parent, _PARTIAL)
+    with tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=package.parent) as folder:
         made = Path(folder) / compiled.name
         compile_model(str(package), str(made))
-        made.rename(compiled)
+        try:
+            made.rename(compiled)
+        except OSError:
+            if not compiled.is_dir():
+                raise
     return compiled

@@ -60,6 +60,10 @@ class Node:
         """All inputs; None where an optional one is left out."""
         return [self.optional(i) for i in range(len(self._node.inputs))]
 
+    def input_count(self) -> _Int:
+        """How many inputs there are, those that are left out included; none of them is made."""
+        return len(self._node.inputs)
+
     def input(self, i: _Int) -> Var:
         """The input, which must be there. Raises CompileError."""
         var = self.optional(i)
@@ -139,6 +143,11 @@ class Node:
         """A list of integers."""
         return [int(v) for v in self._attribute(name, default, ir.AttributeType.INTS)]
 
+    def any_ints(self, name: str) -> list[_Int]:
+        """An attribute that is there and is an integer or a list of such."""
+        value = self._node.attributes[name].value
+        return [int(v) for v in value] if isinstance(value, (list, tuple)) else [int(value)]
+
     def float(self, name: str, default: _Float | None = None) -> _Float:
         """A float attribute."""
         return float(self._attribute(name, default, ir.AttributeType.FLOAT))
@@ -175,6 +184,14 @@ class Node:
         """Refuses a constant of more elements than are worth writing. Raises CompileError."""
         if prod(shape) > _MOST_ELEMENTS:
             self.fail(f"makes a constant of the shape {list(shape)}; up to {_MOST_ELEMENTS} elements are written")
+
+    def note(self, what: str) -> None:
+        """Says in the report, once, what is computed in another way than the graph says."""
+        self._conversion.note(what)
+
+    def nodes_so_far(self) -> _Int:
+        """How many nodes were converted so far, those of a loop each time that it runs."""
+        return self._conversion.nodes
 
     def fail(self, what: str, way_out: str = "") -> NoReturn:
         """Raises CompileError: the node, its op and opset, what is wrong with it and what can be done."""

@@ -44,9 +44,14 @@ def write_package(converted: Converted, path: Path, *, deployment_target: str = 
         try:
             _optimize(converted.program, inputs)
             _write(converted.program, made, int(target))
-        except CompileError:
+        except (CompileError, OSError):
             raise
         except Exception as error:  # passes and serialization raise whatever comes
+            deep = [said for op, said in converted.too_deep.items() if f'"{op}"' in str(error)]
+            if deep and "rank" in str(error):
+                raise CompileError(
+                    f"{deep[0]}; fold some of its dims together, or compile for another target, such as cpu"
+                ) from error
             raise CompileError(
                 f"{path.name}: coremltools cannot finish the program: {type(error).__name__}: {error}"
             ) from error

@@ -13,8 +13,8 @@ import numpy as np
 
 from intaglio.engines.coreml.cache_calls import cache_calls
 from intaglio.engines.coreml.description import PackageDescription
-from intaglio.engines.cpu_cache import PAST, FilledPast
-from intaglio.engines.shapes import Interface, check_feeds
+from intaglio.engines.kv_cache import PAST, FilledPast
+from intaglio.engines.shapes import Interface, check_feeds, check_outputs
 from intaglio.errors import EngineError, InputError, IntaglioError
 from intaglio.exporters.bundle import Dim
 
@@ -84,10 +84,11 @@ class CoreMLSession:
 
         A stage whose cache is kept in states takes and gives it whole here, copied in and out, for a comparison;
         :meth:`run_with_cache` is what text is written with. ``resident`` is what a :class:`CpuSession` leaves in the
-        runtime's memory, and changes nothing. Raises InputError on wrong inputs and for sizes that the package has no
-        function for, EngineError if the run fails.
+        runtime's memory, and changes nothing. Raises InputError on wrong inputs, for names that are no outputs and for
+        sizes that the package has no function for, EngineError if the run fails.
         """
         check_feeds(self.name, self.stage, self.dims, feeds)
+        check_outputs(self.name, self.stage, outputs)
         if self._cached:
             found = self._run_whole(feeds)
         else:
@@ -122,6 +123,7 @@ class CoreMLSession:
         first, *others = self._pasts
         filled = {first.name: FilledPast(first, cache)}
         check_feeds(self.name, self.stage, self.dims, {**feeds, **filled}, unchecked={t.name for t in others})
+        check_outputs(self.name, self.stage, outputs)
         found = self._append(feeds, cache)
         return {name: found[name] for name in outputs}
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from intaglio.engines.cpu_cache import CACHE_IN_PLACE, PAST, PRESENT
+from intaglio.engines.cpu_cache import CACHE_IN_PLACE
+from intaglio.engines.kv_cache import PAST, PRESENT
 from intaglio.engines.lowering.fuse_nodes import constant_of, is_standard, only_consumer, producer, remove_unread
 from intaglio.kernels.grouped_quant import DOMAIN
 

@@ -13,6 +13,7 @@ from onnx_ir.passes.common import (
     RemoveUnusedNodesPass,
 )
 
+from intaglio.engines.lowering.fold_constants import MOVES, evaluate
 from intaglio.engines.lowering.fuse_nodes import constant_of, is_standard, modulates, only_consumer, same_shape
 from intaglio.engines.lowering.infer_shapes import infer_shapes
 from intaglio.engines.lowering.narrow_islands import Islands, Kind, forget
@@ -21,14 +22,17 @@ from intaglio.kernels.grouped_quant import DOMAIN
 
 _HALF, _FLOAT = ir.DataType.FLOAT16, ir.DataType.FLOAT
 _MAX = 65504.0
+# What is computed of constants and has no more elements is made a constant.
+_FOLDED_ELEMENTS = 2**16
 
 
 class NarrowDtypePass(ir.passes.InPlacePass):
     """Turns the float32 of a graph into ``dtype``, which is float16: weights and activations.
 
     1. The dtypes of inputs and outputs stay as they are: what is inside is cast at the border.
-    2. Float32 islands: softmax, the statistics of norms and all other sums over many values, what follows from
-       integers alone (positions, angles, masks), a quantized product that makes an output of the graph (logits).
+    2. Float32 islands: softmax (that of an Attention by ``softmax_precision``), the statistics of norms and all other
+       sums over many values, what follows from integers alone (positions, angles, masks), what integers are made of, a
+       quantized product that makes an output of the graph (logits).
     3. A residual sum whose branch is gated is clipped to finite values, as our float16 graphs clip it.
     4. What reads a constant that float16 does not hold, and what reads that, stays float32 up to where a softmax, a
        norm or the like makes it small again, or a sum large. ``kept`` has such nodes, and those whose op has no
@@ -51,6 +55,7 @@ class NarrowDtypePass(ir.passes.InPlacePass):
         opsets = {**model.opset_imports}
         opsets.setdefault("", opsets.get("ai.onnx", 1))
         _complete_dtypes(model.graph)
+        _fold_floats(model.graph, opsets[""])
         outputs = [i for i, output in enumerate(model.graph.outputs) if output.dtype == _FLOAT]
         residuals = [node for node in model.graph if _is_gated_sum(node)]
         islands = Islands(model.graph, opsets)
@@ -115,6 +120,32 @@ def _complete_dtypes(graph: ir.Graph) -> None:
                     "be float32 is narrowed; run onnx.shape_inference on the model, or compile without --dtype"
                 )
             value.dtype = floats[0] if floats else read[0]
+
+
+def _fold_floats(graph: ir.Graph, opset: int) -> None:
+    """Makes small float32 constants of what follows from such constants, for its parts may fit float16 where it does
+    not, and the other way round. What follows from integers stays: it is no activation."""
+    for node in list(graph):
+        floats = [v for v in node.inputs if v is not None and v.dtype == _FLOAT]
+        if not floats or any(v.dtype != _FLOAT or v.is_graph_output() for v in node.outputs):
+            continue
+        if any(v is not None and not _is_small_constant(v) for v in node.inputs):
+            continue
+        made = evaluate(node, [constant_of(v) for v in node.inputs], opset, _FOLDED_ELEMENTS)
+        for output, array in zip(node.outputs, made or [], strict=False):
+            tensor = ir.tensor(array, name=output.name)
+            folded = ir.Value(name=output.name, type=ir.TensorType(_FLOAT), shape=ir.Shape(array.shape))
+            folded.const_value = tensor
+            output.name = f"{output.name}.computed"
+            output.replace_all_uses_with(folded)
+            graph.register_initializer(folded)
+        if made is not None:
+            graph.remove(node, safe=True)
+
+
+def _is_small_constant(value: ir.Value) -> bool:
+    known = value.const_value if value.is_initializer() and not value.is_graph_input() else None
+    return known is not None and known.size <= _FOLDED_ELEMENTS
 
 
 class _Narrowing:
@@ -198,9 +229,11 @@ class _Narrowing:
         return self._cast(value, _HALF, "float16")
 
     def _constant(self, value: ir.Value, node: ir.Node) -> ir.Value:
-        """What follows from weights, such as a transposed one, made of the narrowed weights."""
+        """What follows from weights: a transposed one is made of the narrowed weight, a product is rounded after."""
         takes, _ = self._islands.signature(node)
-        if not all(takes[i] for i, v in enumerate(node.inputs) if v is not None and v.dtype == _FLOAT):
+        if node.op_type not in (*MOVES, "Cast") or not all(
+            takes[i] for i, v in enumerate(node.inputs) if v is not None and v.dtype == _FLOAT
+        ):
             return self._cast(value, _HALF, "float16")
         inputs = [self._half(v) if v is not None and v.dtype == _FLOAT else v for v in node.inputs]
         attributes = {name: a for name, a in node.attributes.items() if not (node.op_type == "Cast" and name == "to")}

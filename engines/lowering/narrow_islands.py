@@ -15,10 +15,13 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from intaglio.engines.lowering.fold_constants import MOVES, evaluate
 from intaglio.engines.lowering.fuse_nodes import attribute, constant_of
 from intaglio.kernels.grouped_quant import DOMAIN
 
 _MAX, _LEAST_NORMAL, _LEAST = 65504.0, 2.0**-14, 2.0**-24
+# Constants that are computed of others are looked at up to a size, 256 MiB of float32.
+_MOST_ELEMENTS = 2**26
 # How far a constant's float16 may be from it: twice what rounding does to numbers that are not subnormal.
 _ROUNDING = 2.0**-10
 
@@ -59,10 +62,16 @@ _ISLANDS = {
 _BOUNDED = {"Sigmoid", "HardSigmoid", "Tanh", "Cos", "Sin", "Erf", "Sign", "Softsign", "Atan", "Log"}
 # Beside a reduction, these are part of it: a square or an exponential overflows where their mean does not.
 _INTO_REDUCTIONS = {"Pow", "Abs", "Exp"}
+# Computed in float32 where integers are made of what they give.
+_INTO_INTEGERS = {
+    "Abs", "Add", "Ceil", "Clip", "Div", "Floor", "Identity", "Max", "Min", "Mul", "Neg", "Relu", "Reshape", "Round",
+    "Sub", "Transpose",
+}  # fmt: skip
 _GUARDED = {"Sqrt", "Rsqrt", "Reciprocal", "Pow", "Log"}
 _SUMS = {"Add", "Sub", "Where", "Concat"}
 _UNHELD = {Kind.BEYOND, Kind.TINY}
 _BEYOND = "beyond 65504"
+_UNKNOWN = "what is computed of constants when the model runs, and may be beyond 65504"
 _BIAS, _MASK = 2, 3  # among the inputs of Conv and Gemm, and of Attention
 _ROOTS = {"Sqrt", "Pow", "Rsqrt"}
 _CONTRIB = {
@@ -84,6 +93,7 @@ class Islands:
         self._opsets, self._kinds = opsets, dict[ir.Value, Kind]()
         self._lost: dict[ir.Value, str | None] = {}
         self._in_reductions = {node for each in graph if each.op_type in _REDUCTIONS for node in _squares(each)}
+        self._into_integers = {node for each in graph if _makes_integers(each) for node in _before(each)}
         for value in graph.inputs:
             rank = value.shape.rank() if value.shape is not None else None
             self._kinds[value] = Kind.INDEX if rank is not None and rank <= 1 else Kind.PLAIN
@@ -125,7 +135,7 @@ class Islands:
         if kinds and kinds <= _INDICES and not (lost or _is_weighted(node)):
             bounded = node.op_type in _BOUNDED or Kind.INDEX not in kinds
             return True, Kind.SMALL if bounded else Kind.INDEX
-        if not takes or node.op_type in _ISLANDS or _is_head(node):
+        if not takes or node.op_type in _ISLANDS or _is_head(node) or node in self._into_integers:
             return True, Kind.PLAIN
         if node.op_type in _REDUCTIONS:
             if kinds & _UNHELD:
@@ -169,6 +179,9 @@ class Islands:
             epsilon = attribute(node, "epsilon", 1e-5)
             if np.float16(epsilon) < epsilon / 2:
                 return f"has the epsilon {epsilon:g}, which float16 does not hold"
+        lost = _unheld_attribute(node)
+        if lost:
+            return lost
         for value in floats if node.domain != DOMAIN else []:
             lost = self._lost_of(value)
             if lost and not _is_harmless(node, value, lost):
@@ -192,14 +205,69 @@ class Islands:
     def _lost_of(self, value: ir.Value) -> str | None:
         if value not in self._lost:
             array = constant_of(value)
-            self._lost[value] = None if array is None else lost_in_float16(array)
+            node = value.producer()
+            if array is not None:
+                self._lost[value] = lost_in_float16(array)
+            elif node is not None and self.kind(value) is Kind.CONSTANT:
+                self._lost[value] = self._lost_of_computed(value, node)
+            else:
+                self._lost[value] = None
             del array
             forget(value.const_value)
         return self._lost[value]
 
+    def _lost_of_computed(self, value: ir.Value, node: ir.Node) -> str | None:
+        if node.op_type in MOVES:
+            lost = (self._lost_of(v) for v in node.inputs if v is not None and v.dtype == ir.DataType.FLOAT)
+            return next((each for each in lost if each), None)
+        array = self._computed(value)
+        return _UNKNOWN if array is None else lost_in_float16(array)
+
+    def _computed(self, value: ir.Value) -> np.ndarray | None:
+        """The array of a value that follows from constants alone; None if it is too large or of another kind of op."""
+        if (array := constant_of(value)) is not None:
+            return array
+        node = value.producer()
+        if node is None:
+            return None
+        inputs = [None if v is None else self._computed(v) for v in node.inputs]
+        if any(array is None for v, array in zip(node.inputs, inputs, strict=True) if v is not None):
+            return None
+        made = evaluate(node, inputs, self._opsets.get("", 1), _MOST_ELEMENTS)
+        return None if made is None else made[node.outputs.index(value)]
+
     def _keep(self, node: ir.Node, why: str) -> None:
         name = node.name or str(node.outputs[0].name)
         self.kept.setdefault(name, f"{node.op_type} {why}")
+
+
+def _unheld_attribute(node: ir.Node) -> str | None:
+    """What float16 would lose of the numbers that an op takes as attributes."""
+    if node.domain == DOMAIN or node.op_type in _NORMS or node.op_type == "Clip":
+        return None  # float32 inside; a bound that no float16 reaches is none
+    for name, each in node.attributes.items():
+        lost = lost_in_float16(np.array(each.value)) if each.type == ir.AttributeType.FLOAT else None
+        if lost:
+            return f"has {name} {lost}"
+    return None
+
+
+def _makes_integers(node: ir.Node) -> bool:
+    """Whether a node makes integers or booleans of a float32."""
+    value = node.inputs[0] if node.op_type == "Cast" and not node.domain else None
+    made = node.outputs[0].dtype
+    return value is not None and value.dtype == ir.DataType.FLOAT and made is not None and not made.is_floating_point()
+
+
+def _before(node: ir.Node) -> list[ir.Node]:
+    """A node and those before it that compute one by one what it reads."""
+    found = [node]
+    for each in found:
+        for value in each.inputs:
+            producer = value.producer() if value is not None else None
+            if producer is not None and producer.op_type in _INTO_INTEGERS and producer not in found:
+                found.append(producer)
+    return found
 
 
 def _is_harmless(node: ir.Node, constant: ir.Value, lost: str) -> bool:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from intaglio.engines.cpu import runs_as
 from intaglio.engines.nvidia.device import Device
 from intaglio.engines.nvidia.options import RTX_CAPABILITIES
 from intaglio.engines.nvidia.plan import Plan
 from intaglio.engines.nvidia.session import GpuSession
+from intaglio.engines.stage_interface import runs_as
 from intaglio.errors import EngineError
 from intaglio.exporters.bundle import StageInfo
 

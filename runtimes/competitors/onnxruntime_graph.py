@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from intaglio.engines.cpu import runs_as
 from intaglio.engines.lowering.widen_dtype import WidenDtypePass
 from intaglio.engines.onnxruntime_ import import_onnxruntime
+from intaglio.engines.stage_interface import runs_as
 from intaglio.exporters.bundle import read_bundle
 from intaglio.kernels.grouped_quant import DOMAIN
 from intaglio.runtimes.competitors.text_protocol import answer_generations

@@ -72,6 +72,8 @@ def test_compile_and_run(tmp_path: Path) -> None:
     assert (model.inputs[0].name, model.inputs[0].dtype, model.inputs[0].shape) == ("x", "float32", ("batch", 4))
     assert [output.name for output in model.outputs] == ["y"]
     assert model.run({"x": x}, ["y"]).keys() == {"y"}
+    with pytest.raises(InputError, match="net: has no output 'z'; there are y"):
+        model.run({"x": x}, ["y", "z"])
     for feeds, message in [
         ({"a": x}, r"inputs are missing: \['x'\]; or unknown: \['a'\]"),
         ({"x": x.astype(np.float64)}, "x is float64, expected float32"),
@@ -287,6 +289,18 @@ def test_files_that_are_no_models(content: bytes | None, message: str, tmp_path:
         path.write_bytes(content)
     with pytest.raises(CompileError, match=message):
         intaglio.compile(path)
+
+
+@pytest.mark.parametrize("place", ["input", "op_type", "dim"])
+def test_texts_that_are_no_utf8(place: str, tmp_path: Path) -> None:
+    message = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 18]> g (float[dim_QQ] input_QQ) => (float[n] y) '
+        "{ y = op_type_QQ(input_QQ) }"
+    ).SerializeToString()
+    path = tmp_path / "net.onnx"
+    path.write_bytes(message.replace(f"{place}_QQ".encode(), f"{place}_".encode() + b"\xff\xfe"))
+    with pytest.raises(CompileError, match=rf"net.onnx: holds the text b'{place}_.xff.xfe', which is no UTF-8"):
+        read_onnx(path)
 
 
 @in_this_process

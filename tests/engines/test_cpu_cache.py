@@ -119,6 +119,8 @@ def test_a_refused_run_leaves_the_cache_as_it_was(session: Any) -> None:
         session.run_with_cache(too_long, ["logits"], cache)
     with pytest.raises(InputError, match="batch"):
         session.run_with_cache({name: np.repeat(feed, 2, axis=0) for name, feed in step.items()}, ["logits"], cache)
+    with pytest.raises(InputError, match="has no output 'logit'; there are logits"):
+        session.run_with_cache(step, ["logit"], cache)
     assert cache.length == 3
     found = session.run_with_cache(step, ["logits"], cache)["logits"][:, -1]
     np.testing.assert_allclose(found, whole_run(session, [[1, 2, 3, 4]]), rtol=1e-4, atol=1e-5)

@@ -343,3 +343,59 @@ def test_quantized_products() -> None:
         assert reason is None or reason in narrow.kept["product"]
         # The kernels' own dtype of scales is nobody else's matter.
         assert result.graph.initializers["scales"].dtype == FLOAT
+
+
+COMPUTED = {
+    "divided": "g (float[b,8] x) => (float[b,8] y) { c = Mul(k, k) t = Relu(x) y = Div(t, c) }",
+    "multiplied": "g (float[b,8] x) => (float[b,8] y) { c = Mul(k, k) t = Relu(x) y = Mul(t, c) }",
+    "held after all": "g (float[b,8] x) => (float[b,8] y) { c = Mul(k, k) d = Div(c, c) t = Relu(x) y = Mul(t, d) }",
+    "moved": "g (float[b,8] x) => (float[b,8] y) { c = Mul(k, k) d = Reshape(c, one) t = Relu(x) y = Mul(t, d) }",
+    "large": "g (float[b,8] x) => (float[b,9000] y) { c = Mul(w, k) d = Mul(c, k) t = Relu(x) y = MatMul(t, d) }",
+    "large and moved": """g (float[b,8] x) => (float[b,9000] y) {
+        c = Mul(v, k) d = Mul(c, k) e = Transpose(d) t = Relu(x) y = MatMul(t, e)
+    }""",
+    "large and held": """g (float[b,8] x) => (float[b,9000] y) {
+        c = Mul(w, k) d = Div(c, k) t = Relu(x) y = MatMul(t, d)
+    }""",
+}
+
+
+@pytest.mark.parametrize("how", COMPUTED)
+def test_constants_that_are_computed_of_constants_are_looked_at_as_well(how: str) -> None:
+    proto = with_weight(model(COMPUTED[how]), "k", np.array([300.0], np.float32))
+    with_weight(proto, "w", floats(8, 9000))
+    with_weight(proto, "v", floats(9000, 8))
+    with_weight(proto, "one", np.array([1]))
+    for node in proto.graph.node:
+        node.name = node.output[0]
+    result, kept = check(proto, {"x": floats(3, 8)})
+    holds = "held" in how
+    assert dtypes(result)["t"] == HALF
+    assert dtypes(result)["y"] == (HALF if holds else FLOAT)
+    assert ("y" in kept) != holds
+
+
+def test_attributes_that_float16_does_not_hold() -> None:
+    text = "g (float[b,8] x) => (float[b,8] y) { t = Neg(x) p = LeakyRelu <alpha = 1e-9> (t) s = Abs(p) y = Sqrt(s) }"
+    result, kept = check(model(text), {"x": floats(3, 8)})
+    assert dtypes(result)["p"] == FLOAT
+    assert "has alpha 1e-09, below" in kept["p"]
+    text = "g (float[2,8] x) => (float[2,10] y) { t = Neg(x) y = Pad <pads = [0, 1, 0, 1], value = -3e38> (t) }"
+    result, kept = check(model(text, 9), {"x": floats(2, 8)})
+    assert dtypes(result) == {"t": HALF, "y": FLOAT}
+    assert "has value -3e+38, beyond" in kept["y"]
+
+
+INTEGERS = {
+    "cast": "i = Cast <to = 7> (t) f = Cast <to = 1> (i) y = Relu(f)",
+    "rounded": "r = Floor(t) i = Cast <to = 7> (r) f = Cast <to = 1> (i) y = Relu(f)",
+    "scaled": "m = Mul(t, k) r = Round(m) i = Cast <to = 7> (r) f = Cast <to = 1> (i) y = Relu(f)",
+}
+
+
+@pytest.mark.parametrize("how", INTEGERS)
+def test_integers_are_made_of_float32(how: str) -> None:
+    text = f"""g (float[b,3] x) => (float[b,3] y, int64[b,3] i) <float k = {{1001}}> {{ t = Neg(x) {INTEGERS[how]} }}"""
+    x = np.array([[4097, 5003, -2049], [12345, 1, 0]], np.float32) / (1000 if how == "scaled" else 1)
+    result, _ = narrowed(model(text))
+    assert np.array_equal(run(ir.to_proto(result), {"x": x})[1], run(model(text), {"x": x})[1])

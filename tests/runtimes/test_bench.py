@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import intaglio
+from intaglio.engines.coreml import models
 from intaglio.engines.engine import open_engine
-from intaglio.errors import InputError, RuntimeMissingError
+from intaglio.errors import EngineError, InputError, RuntimeMissingError
 from intaglio.runtimes import bench_against
 from intaglio.runtimes.bench_picture import _operations
 
@@ -43,6 +44,19 @@ def test_operations_of_klein_at_512_pixels() -> None:
 
     feeds = {"hidden_states": np.empty((1, 1024, 1)), "encoder_hidden_states": np.empty((1, 512, 1))}
     assert _operations(Engine, feeds) / 1e12 == pytest.approx(9.42 + 0.72, rel=0.01)  # type: ignore[arg-type]
+
+
+def test_core_ml_is_measured_where_it_runs_and_by_its_own_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "is_mac", lambda: False)
+    with pytest.raises(EngineError, match="Core ML runs on macOS"):
+        intaglio.bench(tmp_path, "coreml")
+    monkeypatch.setattr(models, "is_mac", lambda: True)
+    with pytest.raises(InputError, match="threads is for the target cpu, and this one is coreml"):
+        intaglio.bench(tmp_path, "coreml", threads=2)
+    with pytest.raises(InputError, match="operators are timed on the target cpu, and this one is coreml"):
+        intaglio.bench(tmp_path, "coreml", profile=True)
 
 
 def test_what_has_no_meaning_is_refused(klein: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,12 @@ def test_greedy_text_is_that_of_the_cpu(bundle: Path, mac: PretendedMac, prompt:
     assert ("generate", "decode", "CPU_AND_NE") in mac.loaded
 
 
+def test_it_is_measured(bundle: Path, mac: PretendedMac) -> None:
+    (row,) = intaglio.bench(bundle, "coreml", prompt_tokens=3, new_tokens=2, repeats=1)["rows"]
+    assert (row["target"], row["prompt_tokens"], row["new_tokens"]) == ("coreml", 3, 2)
+    assert row["decode_tokens_per_second"] > 0
+
+
 def test_streams_and_scores(bundle: Path, mac: PretendedMac) -> None:
     ours, theirs = intaglio.load(bundle, "coreml"), intaglio.load(bundle)
     assert list(ours.stream(PROMPTS[0], max_new_tokens=5)) == list(theirs.stream(PROMPTS[0], max_new_tokens=5))

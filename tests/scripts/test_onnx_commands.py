@@ -58,6 +58,17 @@ def test_inspect(tmp_path: Path) -> None:
     assert "custom domain org.others" in command_line("inspect", path).stdout
 
 
+def test_inspect_of_a_model_with_another_ending(tmp_path: Path) -> None:
+    path = product(tmp_path / "net.model")
+    assert command_line("compile", path).returncode == 0
+    for inspected in (path, tmp_path / "net.engines" / "cpu"):
+        shown = command_line("inspect", inspected).stdout
+        assert "inputs and outputs" in shown and "MatMul" in shown, inspected
+    content = json.loads(command_line("inspect", tmp_path / "net.engines" / "cpu", "--json").stdout)
+    assert content["model"]["operators"] == {"MatMul": 1}
+    assert json.loads(command_line("inspect", path, "--json").stdout)["operators"] == {"MatMul": 1}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -8,7 +8,7 @@ import numpy as np
 from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import Var
 
-from intaglio.engines.coreml.mil import axis_of, is_float, number, product, reshape, sizes
+from intaglio.engines.coreml.mil import axis_of, constant, is_float, product, reshape, sizes
 from intaglio.engines.coreml.node import Node
 from intaglio.engines.coreml.registry import converter
 
@@ -22,13 +22,13 @@ def Relu(node: Node) -> Var:
 @converter
 def LeakyRelu(node: Node) -> Var:
     x = node.input(0)
-    return mb.leaky_relu(x=x, alpha=number(node.float("alpha", 0.01), x), name=node.name)
+    return mb.leaky_relu(x=x, alpha=constant(node.float("alpha", 0.01), x), name=node.name)
 
 
 @converter
 def PRelu(node: Node) -> Var:
     x, slope = node.input(0), node.input(1)
-    zero = number(0, x)
+    zero = constant(0, x)
     below = mb.mul(x=slope, y=mb.minimum(x=x, y=zero))
     return mb.add(x=mb.maximum(x=x, y=zero), y=below, name=node.name)
 
@@ -36,21 +36,21 @@ def PRelu(node: Node) -> Var:
 @converter
 def Elu(node: Node) -> Var:
     x = node.input(0)
-    return mb.elu(x=x, alpha=number(node.float("alpha", 1.0), x), name=node.name)
+    return mb.elu(x=x, alpha=constant(node.float("alpha", 1.0), x), name=node.name)
 
 
 @converter
 def Selu(node: Node) -> Var:
     x = node.input(0)
     alpha, gamma = node.float("alpha", 1.67326319217681884765625), node.float("gamma", 1.05070102214813232421875)
-    return mb.mul(x=mb.elu(x=x, alpha=number(alpha, x)), y=number(gamma, x), name=node.name)
+    return mb.mul(x=mb.elu(x=x, alpha=constant(alpha, x)), y=constant(gamma, x), name=node.name)
 
 
 @converter
 def Celu(node: Node) -> Var:
     x = node.input(0)
-    alpha = number(node.float("alpha", 1.0), x)
-    return mb.mul(x=mb.elu(x=mb.real_div(x=x, y=alpha), alpha=number(1, x)), y=alpha, name=node.name)
+    alpha = constant(node.float("alpha", 1.0), x)
+    return mb.mul(x=mb.elu(x=mb.real_div(x=x, y=alpha), alpha=constant(1, x)), y=alpha, name=node.name)
 
 
 @converter
@@ -64,7 +64,7 @@ def Swish(node: Node) -> Var:
     x, alpha = node.input(0), node.float("alpha", 1.0)
     if alpha == 1:
         return mb.silu(x=x, name=node.name)
-    return mb.mul(x=x, y=mb.sigmoid(x=mb.mul(x=x, y=number(alpha, x))), name=node.name)
+    return mb.mul(x=x, y=mb.sigmoid(x=mb.mul(x=x, y=constant(alpha, x))), name=node.name)
 
 
 @converter
@@ -86,14 +86,14 @@ def Tanh(node: Node) -> Var:
 @converter
 def HardSigmoid(node: Node) -> Var:
     x = node.input(0)
-    alpha, beta = number(node.float("alpha", 0.2), x), number(node.float("beta", 0.5), x)
+    alpha, beta = constant(node.float("alpha", 0.2), x), constant(node.float("beta", 0.5), x)
     return mb.sigmoid_hard(x=x, alpha=alpha, beta=beta, name=node.name)
 
 
 @converter
 def HardSwish(node: Node) -> Var:
     x = node.input(0)
-    gate = mb.sigmoid_hard(x=x, alpha=number(1 / 6, x), beta=number(0.5, x))
+    gate = mb.sigmoid_hard(x=x, alpha=constant(1 / 6, x), beta=constant(0.5, x))
     return mb.mul(x=x, y=gate, name=node.name)
 
 
@@ -111,16 +111,16 @@ def Softsign(node: Node) -> Var:
 def ThresholdedRelu(node: Node) -> Var:
     # mb.thresholded_relu keeps what equals alpha.
     x = node.input(0)
-    above = mb.greater(x=x, y=number(node.float("alpha", 1.0), x))
-    return mb.select(cond=above, a=x, b=number(0, x), name=node.name)
+    above = mb.greater(x=x, y=constant(node.float("alpha", 1.0), x))
+    return mb.select(cond=above, a=x, b=constant(0, x), name=node.name)
 
 
 @converter
 def Shrink(node: Node) -> Var:
     x = node.input(0)
-    bias, limit = number(node.float("bias", 0.0), x), node.float("lambd", 0.5)
-    high = mb.select(cond=mb.greater(x=x, y=number(limit, x)), a=mb.sub(x=x, y=bias), b=number(0, x))
-    return mb.select(cond=mb.less(x=x, y=number(-limit, x)), a=mb.add(x=x, y=bias), b=high, name=node.name)
+    bias, limit = constant(node.float("bias", 0.0), x), node.float("lambd", 0.5)
+    high = mb.select(cond=mb.greater(x=x, y=constant(limit, x)), a=mb.sub(x=x, y=bias), b=constant(0, x))
+    return mb.select(cond=mb.less(x=x, y=constant(-limit, x)), a=mb.add(x=x, y=bias), b=high, name=node.name)
 
 
 @converter
@@ -134,7 +134,7 @@ def LogSoftmax(node: Node) -> Var:
         # The greatest is taken away first, or a float16 overflows.
         x = mb.sub(x=x, y=mb.reduce_max(x=x, axes=[axis], keep_dims=True))
         total = mb.reduce_sum(x=mb.exp(x=x), axes=[axis], keep_dims=True)
-        return mb.sub(x=x, y=mb.log(x=total, epsilon=number(0, x)))
+        return mb.sub(x=x, y=mb.log(x=total, epsilon=constant(0, x)))
 
     return _over_axis(node, build)
 
@@ -147,7 +147,7 @@ def Hardmax(node: Node) -> Var:
             node.fail("works along a dim that varies, whose size Core ML must know")
         best = mb.reduce_argmax(x=x, axis=axis)
         return mb.one_hot(
-            indices=best, one_hot_vector_size=int(size), axis=axis, on_value=number(1, x), off_value=number(0, x)
+            indices=best, one_hot_vector_size=int(size), axis=axis, on_value=constant(1, x), off_value=constant(0, x)
         )
 
     return _over_axis(node, build)

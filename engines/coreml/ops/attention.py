@@ -11,8 +11,7 @@ import onnx_ir as ir
 from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import Var
 
-from intaglio.engines.coreml.node import Node
-from intaglio.engines.coreml.ops.tensors import (
+from intaglio.engines.coreml.mil import (
     Size,
     arange,
     cast,
@@ -20,23 +19,29 @@ from intaglio.engines.coreml.ops.tensors import (
     dtype_of,
     is_float,
     is_static,
-    joined,
     reshape,
+    scalar,
+    shape_vector,
     size_of,
     static_sizes,
 )
+from intaglio.engines.coreml.node import Node
 from intaglio.engines.coreml.registry import converter
 
 # Enough to hide a key, with room for its score.
 _HIDDEN = 3e4
+_WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
 @dataclass(frozen=True)
 class _Mask:
-    """What is added to the scores or, boolean, who sees whom. ``blind``: rows that may see nothing are looked for."""
+    """What is added to the scores or, boolean, who sees whom.
+
+    ``seeing`` says which rows see anything, boolean with a last axis of 1; None where all do.
+    """
 
     value: Var | None
-    blind: bool
+    seeing: Var | None = None
 
 
 @converter
@@ -139,7 +144,8 @@ def _mask(node: Node, query: Var, key: Var, past_key: Var | None) -> _Mask:
     rules = _rules(node, query, key, past_key)
     if given is None:
         # Without padding every row of a causal mask sees something.
-        return _Mask(rules, blind=node.optional(6) is not None or _has_window(node))
+        blind = node.optional(6) is not None or _has_window(node)
+        return _Mask(rules, _seeing(rules) if blind and rules is not None else None)
     missing = _missing_keys(given, key)
     if missing:
         fill: object = False if not is_float(given) else constant(np.array(-np.inf), given)
@@ -148,21 +154,35 @@ def _mask(node: Node, query: Var, key: Var, past_key: Var | None) -> _Mask:
             given = mb.pad(x=given, pad=pads, mode="constant", constant_val=fill)
         else:
             given = cast(mb.pad(x=cast(given, "fp32"), pad=pads, mode="constant"), "bool")
-    if not is_float(given):
-        visible = given if rules is None else mb.logical_and(x=given, y=rules)
-        blind = visible.val is None or bool((~visible.val.any(axis=-1)).any())
-        return _Mask(visible, blind)
-    if dtype_of(given) != dtype_of(query):
-        # What hides a key in float32 must not become infinite: a row of such would be NaN. As it is, a query that may
-        # see nothing sees all keys by their scores, where float32 would have it see all alike.
-        given = mb.clip(x=cast(given, "fp32"), alpha=np.float32(-_HIDDEN), beta=np.float32(_HIDDEN))
-    given = cast(given, dtype_of(query))
-    if rules is not None:
-        # A select has the shape of what it selects, whatever that of its condition.
-        nothing = mb.mul(x=cast(rules, dtype_of(given)), y=constant(np.array(0.0), given))
-        given = mb.select(cond=rules, a=mb.add(x=given, y=nothing), b=constant(np.array(-np.inf), given))
-    blind = bool(np.isneginf(given.val).all(axis=-1).any()) if given.val is not None else rules is not None
-    return _Mask(given, blind)
+    both = given if rules is None else _restricted(given, rules)
+    seeing = None
+    if _may_hide_all(both):
+        # Many nodes may share a mask.
+        seeing = node.shared((3,), ("seeing", missing), lambda: _seeing(both)) if rules is None else _seeing(both)
+    if not is_float(given) or dtype_of(given) == dtype_of(query):
+        return _Mask(both, seeing)
+    # What hides a key in float32 must not become infinite: a row of such would be NaN. As it is, a query whose keys are
+    # all hidden by finite numbers sees them by their scores, where float32 would have it see all alike.
+    held = mb.clip(x=cast(given, "fp32"), alpha=np.float32(-_HIDDEN), beta=np.float32(_HIDDEN))
+    held = cast(held, dtype_of(query))
+    return _Mask(held if rules is None else _restricted(held, rules), seeing)
+
+
+def _restricted(mask: Var, rules: Var) -> Var:
+    """The mask, and nothing where the rules forbid it."""
+    if not is_float(mask):
+        return mb.logical_and(x=mask, y=rules)
+    # A select has the shape of what it selects, whatever that of its condition.
+    nothing = mb.mul(x=cast(rules, dtype_of(mask)), y=constant(np.array(0.0), mask))
+    return mb.select(cond=rules, a=mb.add(x=mask, y=nothing), b=constant(np.array(-np.inf), mask))
+
+
+def _may_hide_all(mask: Var) -> bool:
+    """Whether a row of it may hide every key."""
+    if mask.val is None:
+        return True
+    hidden = np.isneginf(mask.val) if is_float(mask) else ~mask.val
+    return bool(hidden.all(axis=-1).any())
 
 
 def _has_window(node: Node) -> bool:
@@ -205,19 +225,18 @@ def _positions(queries_S: Var, query: Var, past_key: Var | None, valid: Var | No
     rows = mb.expand_dims(x=queries_S, axes=[1])
     offset: Size = 0 if past_key is None else size_of(past_key, 2)
     if past_key is None and valid is not None:
-        return mb.add(x=rows, y=mb.sub(x=valid, y=_scalar(size_of(query, 2))))
+        return mb.add(x=rows, y=mb.sub(x=valid, y=scalar(size_of(query, 2))))
     return _plus(rows, offset)
 
 
 def _plus(x: Var, y: Size) -> Var:
-    return x if isinstance(y, int) and y == 0 else mb.add(x=x, y=_scalar(y))
-
-
-def _scalar(size: Size) -> Var | np.int32:
-    return mb.squeeze(x=size, axes=[0]) if isinstance(size, Var) else np.int32(size)
+    return x if isinstance(y, int) and y == 0 else mb.add(x=x, y=scalar(y))
 
 
 def _fused(node: Node, query: Var, key: Var, value: Var, mask: _Mask) -> Var:
+    if node.int("softmax_precision", 0) in _WIDE and dtype_of(query) == "fp16":
+        # Query, key and value of float32 would take twice the memory, and keep the Neural Engine out.
+        node.note("fused attentions take float16 and may compute their softmax in it, where the graph asks for float32")
     (head_dim,) = static_sizes(node, query, [3], "the scale of attention needs that of a head")
     # The op divides by the root of the head's size by itself.
     factor = node.float("scale", 1.0 / math.sqrt(head_dim)) * math.sqrt(head_dim)
@@ -237,19 +256,19 @@ def _keys_whole(mask: Var, key: Var, shape: Sequence[object]) -> Var:
     """The op wants a mask that names every key."""
     if shape[-1] != 1 or key.shape[2] == 1:
         return mask
-    reps = joined([*([1] * (mask.rank - 1)), size_of(key, 2)])
+    reps = shape_vector([*([1] * (mask.rank - 1)), size_of(key, 2)])
     return cast(mb.tile(x=cast(mask, "fp32") if not is_float(mask) else mask, reps=reps), dtype_of(mask))
 
 
 def _zero_where_blind(y: Var, mask: _Mask) -> Var:
     """A query that sees nothing gets zeros, and not the NaN of its softmax."""
-    if not mask.blind or mask.value is None:
+    if mask.seeing is None:
         return y
-    return mb.select(cond=_seeing(mask.value), a=y, b=constant(np.array(0.0), y))
+    return mb.select(cond=mask.seeing, a=y, b=constant(np.array(0.0), y))
 
 
 def _seeing(mask: Var) -> Var:
-    """Which rows see something, boolean with a last axis of 1; once for each mask."""
+    """Which rows of a mask see something, boolean with a last axis of 1."""
     if is_float(mask):
         most = mb.reduce_max(x=mask, axes=[-1], keep_dims=True)
         return mb.greater(x=most, y=constant(np.array(-np.inf), mask))
@@ -274,7 +293,7 @@ def _by_hand(node: Node, query: Var, key: Var, value: Var, mask: _Mask) -> tuple
         else:
             scores = mb.select(cond=mask.value, a=scores, b=constant(np.array(-np.inf), scores))
     stages.append(scores)
-    wide = node.int("softmax_precision", 0) in (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+    wide = node.int("softmax_precision", 0) in _WIDE
     weights = cast(mb.softmax(x=cast(scores, "fp32") if wide else scores, axis=-1), dtype_of(query))
     weights = _zero_where_blind(weights, mask)
     stages.append(weights)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import onnx_ir as ir
 from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import Var
 
@@ -13,6 +14,8 @@ from intaglio.engines.coreml.node import Node
 from intaglio.engines.coreml.registry import converter
 
 MAX_ROUNDS = 1024
+# What loops, and loops in loops, come to when they are written out.
+MAX_NODES = 1 << 16
 
 
 @converter
@@ -46,18 +49,21 @@ def If(node: Node) -> Sequence[Var]:
 @converter
 def Loop(node: Node) -> Sequence[Var]:
     body = node.graph("body")
-    limit = int(node.constant(0).item()) if node.optional(0) is not None else None
+    limit = int(node.constant(0).item()) if node.has_input(0) else None
     goes_on = node.optional(1)
     if goes_on is not None:
         node.constant(1)
-    carried = [node.input(i) for i in range(2, len(node.inputs))]
+    carried = [node.input(i) for i in range(2, node.input_count())]
     columns: list[list[Var]] = [[] for _ in range(len(body.outputs) - 1 - len(carried))]
+    if limit is not None and limit > MAX_ROUNDS and _never_stops(body):
+        node.fail(f"runs {limit} times; up to {MAX_ROUNDS} are written out for Core ML")
     number = 0
     while (limit is None or number < limit) and (goes_on is None or _known(node, goes_on)):
         if number == MAX_ROUNDS:
             node.fail(f"runs more than {MAX_ROUNDS} times, and each time is written out for Core ML")
         first = goes_on if goes_on is not None else mb.const(val=True)
         made = node.inline(body, [mb.const(val=np.int32(number)), first, *carried])
+        _check_length(node)
         goes_on, carried = made[0], made[1 : 1 + len(carried)]
         for column, var in zip(columns, made[1 + len(carried) :], strict=True):
             column.append(var)
@@ -65,6 +71,20 @@ def Loop(node: Node) -> Sequence[Var]:
     if columns and not number:
         node.fail("never runs, and Core ML holds no empty tensors")
     return [*carried, *(mb.stack(values=column, axis=0) for column in columns)]
+
+
+def _never_stops(body: ir.Graph) -> bool:
+    """Whether the condition that a body gives is plainly the one it was given, or always true."""
+    value = body.outputs[0]
+    while (producer := value.producer()) is not None and producer.op_type == "Identity" and producer.inputs[0]:
+        value = producer.inputs[0]
+    known = value.const_value
+    return value is body.inputs[1] or (known is not None and bool(known.numpy().all()))
+
+
+def _check_length(node: Node) -> None:
+    if node.nodes_so_far() > MAX_NODES:
+        node.fail(f"is written out for Core ML round by round, which makes more than {MAX_NODES} nodes of the graph")
 
 
 def _known(node: Node, condition: Var) -> bool:
@@ -95,6 +115,7 @@ def Scan(node: Node) -> Sequence[Var]:
             for var, place, axis in zip(scanned, places, axes, strict=True)
         ]
         made = node.inline(body, [*states, *taken])
+        _check_length(node)
         states = made[: len(states)]
         for row, var in zip(rows, made[len(states) :], strict=True):
             row.append(var)

@@ -8,8 +8,8 @@ import numpy as np
 from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import Var
 
+from intaglio.engines.coreml.mil import per_channel, static_sizes
 from intaglio.engines.coreml.node import Node
-from intaglio.engines.coreml.ops.tensors import per_channel, static_sizes
 from intaglio.engines.coreml.ops.windows import Window, read_window, same_pad_type
 from intaglio.engines.coreml.registry import converter
 

@@ -11,7 +11,7 @@ from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import Var
 
 from intaglio.engines.coreml.constants import to_mil
-from intaglio.engines.coreml.mil import cast, is_static, mil_dtype, number, select, wrap
+from intaglio.engines.coreml.mil import cast, constant, is_static, mil_dtype, select, wrap
 from intaglio.engines.coreml.node import Node
 from intaglio.engines.coreml.registry import converter
 
@@ -53,7 +53,7 @@ def ConstantOfShape(node: Node) -> Var:
 @converter
 def EyeLike(node: Node) -> Var:
     x = node.input(0)
-    if not is_static(x):
+    if not is_static(x.shape):
         node.fail("follows a shape that varies, which Core ML must know")
     dtype = ir.DataType(node.int("dtype")) if node.has("dtype") else node.dtype(0)
     name = mil_dtype(dtype)
@@ -79,7 +79,7 @@ def Trilu(node: Node) -> Var:
     x, upper = node.input(0), bool(node.int("upper", 1))
     k = node.constant_or(1, 0) if len(node.inputs) < 2 or node.is_constant(1) else node.input(1)
     rows, columns = x.shape[-2:]
-    zero = number(0, x)
+    zero = constant(0, x)
     if not isinstance(k, Var) and all(isinstance(size, (int, np.integer)) for size in (rows, columns)):
         offset = int(np.asarray(k).item())
         kept = np.tri(int(rows), int(columns), offset - 1 if upper else offset, dtype=np.bool_)

@@ -13,9 +13,9 @@ from coremltools.converters.mil.mil.types.symbolic import any_symbolic
 
 from intaglio.engines.coreml.mil import (
     cast,
+    constant,
     is_float,
     mil_dtype,
-    number,
     shape_vector,
     sizes,
     through,
@@ -77,7 +77,7 @@ def Pow(node: Node) -> Var:
 @converter
 def Neg(node: Node) -> Var:
     x = node.input(0)
-    return wrap(mb.mul(x=x, y=number(-1, x), name=node.name), node.dtype(0))
+    return wrap(mb.mul(x=x, y=constant(-1, x), name=node.name), node.dtype(0))
 
 
 @converter
@@ -94,33 +94,33 @@ def Sign(node: Node) -> Var:
 def Reciprocal(node: Node) -> Var:
     # mb.inverse adds an epsilon.
     x = node.input(0)
-    return mb.real_div(x=number(1, x), y=x, name=node.name)
+    return mb.real_div(x=constant(1, x), y=x, name=node.name)
 
 
 @converter
 def Log(node: Node) -> Var:
     # The default epsilon makes the logarithm of 0 finite.
     x = node.input(0)
-    return mb.log(x=x, epsilon=number(0, x), name=node.name)
+    return mb.log(x=x, epsilon=constant(0, x), name=node.name)
 
 
 @converter
 def Asinh(node: Node) -> Var:
     """Near 0 as an atanh, which keeps its digits there; elsewhere as a logarithm."""
     x = node.input(0)
-    size, one = mb.abs(x=x), number(1, x)
+    size, one = mb.abs(x=x), constant(1, x)
     root = mb.sqrt(x=mb.add(x=mb.square(x=x), y=one))
     near = mb.atanh(x=mb.real_div(x=size, y=root))
-    far = mb.log(x=mb.add(x=size, y=root), epsilon=number(0, x))
+    far = mb.log(x=mb.add(x=size, y=root), epsilon=constant(0, x))
     return mb.mul(x=mb.select(cond=mb.less(x=size, y=one), a=near, b=far), y=mb.sign(x=x), name=node.name)
 
 
 @converter
 def Acosh(node: Node) -> Var:
     x = node.input(0)
-    one = number(1, x)
+    one = constant(1, x)
     root = mb.mul(x=mb.sqrt(x=mb.sub(x=x, y=one)), y=mb.sqrt(x=mb.add(x=x, y=one)))
-    return mb.log(x=mb.add(x=x, y=root), epsilon=number(0, x), name=node.name)
+    return mb.log(x=mb.add(x=x, y=root), epsilon=constant(0, x), name=node.name)
 
 
 def _function(name: str, build: Callable[..., Var], *, keeps_integers: bool = False) -> None:
@@ -165,7 +165,7 @@ def cast_to(node: Node, x: Var, dtype: ir.DataType) -> Var:
     if name is None:
         node.fail(f"casts to {dtype.name.lower()}, which Core ML has no tensors of")
     if name == "bool" and is_float(x):
-        return mb.not_equal(x=x, y=number(0, x), name=node.name)
+        return mb.not_equal(x=x, y=constant(0, x), name=node.name)
     return wrap(cast(x, name), dtype)
 
 
@@ -174,8 +174,8 @@ def Clip(node: Node) -> Var:
     """The limits were attributes before opset 11."""
     x = node.input(0)
     if node.opset < 11:
-        low = number(node.float("min"), x) if node.has("min") else None
-        high = number(node.float("max"), x) if node.has("max") else None
+        low = constant(node.float("min"), x) if node.has("min") else None
+        high = constant(node.float("max"), x) if node.has("max") else None
     else:
         low, high = node.optional(1), node.optional(2)
     if low is not None:
@@ -206,7 +206,7 @@ def Sum(node: Node) -> Var:
 def Mean(node: Node) -> Var:
     terms = _all_inputs(node)
     total = reduce(lambda x, y: mb.add(x=x, y=y), terms)
-    return mb.real_div(x=total, y=number(len(terms), total), name=node.name)
+    return mb.real_div(x=total, y=constant(len(terms), total), name=node.name)
 
 
 @converter
@@ -246,10 +246,10 @@ def IsInf(node: Node) -> Var:
     x = node.input(0)
     positive, negative = bool(node.int("detect_positive", 1)), bool(node.int("detect_negative", 1))
     if positive and negative:
-        return mb.equal(x=mb.abs(x=x), y=number(np.inf, x), name=node.name)
+        return mb.equal(x=mb.abs(x=x), y=constant(np.inf, x), name=node.name)
     if not positive and not negative:
-        return mb.less(x=x, y=number(-np.inf, x), name=node.name)
-    return mb.equal(x=x, y=number(np.inf if positive else -np.inf, x), name=node.name)
+        return mb.less(x=x, y=constant(-np.inf, x), name=node.name)
+    return mb.equal(x=x, y=constant(np.inf if positive else -np.inf, x), name=node.name)
 
 
 @converter

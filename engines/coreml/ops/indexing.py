@@ -28,7 +28,7 @@ def GatherElements(node: Node) -> Var:
     axis = axis_of(node.int("axis", 0), x.rank)
     places = nonnegative(indices, [sizes(x)[axis]])
     end = [x.shape[i] if i == axis else size for i, size in enumerate(indices.shape)]
-    if is_static(x) and is_static(indices) and tuple(end) != tuple(x.shape):
+    if is_static(x.shape) and is_static(indices.shape) and tuple(end) != tuple(x.shape):
         x = mb.slice_by_index(x=x, begin=[0] * x.rank, end=[int(e) for e in end])
     return without_bool(lambda v: mb.gather_along_axis(x=v, indices=places, axis=axis, name=node.name), x)
 
@@ -57,7 +57,7 @@ def ScatterElements(node: Node) -> Var:
             )
 
         return without_bool(along, x)
-    if not is_static(indices):
+    if not is_static(indices.shape):
         node.fail("has indices that are shorter than the data along a dim that varies")
     # Each update with its whole place.
     shape = [int(size) for size in indices.shape]

@@ -12,8 +12,7 @@ import onnx_ir as ir
 from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import Var
 
-from intaglio.engines.coreml.node import Node
-from intaglio.engines.coreml.ops.tensors import (
+from intaglio.engines.coreml.mil import (
     cast,
     constant,
     dtype_of,
@@ -23,6 +22,7 @@ from intaglio.engines.coreml.ops.tensors import (
     shape_like,
     size_of,
 )
+from intaglio.engines.coreml.node import Node
 from intaglio.engines.coreml.registry import converter
 
 

@@ -21,8 +21,8 @@ from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import Var, types
 
 from intaglio.engines.coreml.deferred import deferred
+from intaglio.engines.coreml.mil import cast, dtype_of
 from intaglio.engines.coreml.node import Node
-from intaglio.engines.coreml.ops.tensors import cast, dtype_of
 from intaglio.engines.coreml.registry import converter
 from intaglio.kernels.grouped_quant import DOMAIN, GroupedQuantFormat, unpack_codes
 

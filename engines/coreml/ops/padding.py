@@ -8,15 +8,15 @@ import numpy as np
 from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import Var
 
-from intaglio.engines.coreml.node import Node
-from intaglio.engines.coreml.ops.tensors import (
+from intaglio.engines.coreml.mil import (
     constant,
     is_float,
     is_static,
-    joined,
+    shape_vector,
     size_of,
     static_sizes,
 )
+from intaglio.engines.coreml.node import Node
 from intaglio.engines.coreml.registry import converter
 
 # MIL's names of ONNX's modes; it has none for wrap.
@@ -112,7 +112,7 @@ def _filled(x: Var, axis: int, count: int, value: object) -> Var | None:
         return None
     sizes = [count if i == axis else size_of(x, i) for i in range(x.rank)]
     number = constant(np.array(value), x)
-    return mb.fill(shape=joined(sizes), value=number[()])
+    return mb.fill(shape=shape_vector(sizes), value=number)
 
 
 def _by_gathering(node: Node, x: Var, before: Sequence[int], after: Sequence[int], mode: str) -> Var:

@@ -10,8 +10,8 @@ import numpy as np
 from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import Var
 
+from intaglio.engines.coreml.mil import constant, in_float, static_sizes
 from intaglio.engines.coreml.node import Node
-from intaglio.engines.coreml.ops.tensors import constant, in_floats, static_sizes
 from intaglio.engines.coreml.ops.windows import (
     Window,
     pad_spatial,
@@ -31,7 +31,7 @@ _LOWEST = {"fp16": -65504.0, "fp32": -3.4028235e38}
 def MaxPool(node: Node) -> Var | Sequence[Var]:
     if len(node.outputs) > 1 and node.outputs[1]:
         return _max_pool_with_indices(node)
-    return in_floats(node.input(0), lambda x: max_pool(node, x))
+    return in_float(lambda x: max_pool(node, x), node.input(0))
 
 
 @converter
@@ -50,7 +50,7 @@ def LpPool(node: Node) -> Var:
 
 @converter
 def GlobalMaxPool(node: Node) -> Var:
-    return in_floats(node.input(0), lambda x: mb.reduce_max(x=x, axes=_spatial(x), keep_dims=True))
+    return in_float(lambda x: mb.reduce_max(x=x, axes=_spatial(x), keep_dims=True), node.input(0))
 
 
 @converter

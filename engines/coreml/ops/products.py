@@ -8,8 +8,8 @@ import numpy as np
 from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import Var
 
+from intaglio.engines.coreml.mil import as_float, cast, constant
 from intaglio.engines.coreml.node import Node
-from intaglio.engines.coreml.ops.tensors import cast, constant, floating
 from intaglio.engines.coreml.registry import converter
 
 # Up to here float32 holds every integer.
@@ -99,7 +99,7 @@ def integer_product(a: Var, b: Var, name: str) -> Var:
     """``a @ b`` of integers that are held in float32, exactly, as int32."""
     parts = _exact_parts(a, b)
     if parts == 1:
-        return mb.cast(x=mb.matmul(x=floating(a), y=floating(b)), dtype="int32", name=name)
+        return mb.cast(x=mb.matmul(x=as_float(a), y=as_float(b)), dtype="int32", name=name)
     depth = int(b.shape[-2])
     ends = [round(depth * i / parts) for i in range(parts + 1)]
     total: Var | None = None

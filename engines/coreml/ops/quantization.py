@@ -12,10 +12,10 @@ from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import Var, types
 
 from intaglio.engines.coreml.deferred import deferred
+from intaglio.engines.coreml.mil import cast, dtype_of, per_channel
 from intaglio.engines.coreml.node import Node
 from intaglio.engines.coreml.ops.convolutions import convolution
 from intaglio.engines.coreml.ops.products import integer_product, without_zero_point
-from intaglio.engines.coreml.ops.tensors import cast, dtype_of, per_channel
 from intaglio.engines.coreml.registry import converter
 
 _RANGES = {

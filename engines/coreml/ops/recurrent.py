@@ -9,8 +9,8 @@ import numpy as np
 from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import Var
 
+from intaglio.engines.coreml.mil import cast, constant, dtype_of, static_sizes
 from intaglio.engines.coreml.node import Node
-from intaglio.engines.coreml.ops.tensors import cast, constant, dtype_of, static_sizes
 from intaglio.engines.coreml.registry import converter
 
 # So many steps are a program of reasonable size.

@@ -8,7 +8,7 @@ import numpy as np
 from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import Var
 
-from intaglio.engines.coreml.mil import axis_of, cast, in_float, number, without_bool, wrap
+from intaglio.engines.coreml.mil import axis_of, cast, constant, in_float, without_bool, wrap
 from intaglio.engines.coreml.node import Node
 from intaglio.engines.coreml.registry import converter
 
@@ -32,7 +32,7 @@ def _reduce(node: Node, build: Build, alone: Callable[[Var], Var] = lambda x: x)
 
 
 def _log(x: Var) -> Var:
-    return in_float(lambda v: mb.log(x=v, epsilon=number(0, v)), x)
+    return in_float(lambda v: mb.log(x=v, epsilon=constant(0, v)), x)
 
 
 def _sum(x: Var, axes: list[int], keep: bool) -> Var:

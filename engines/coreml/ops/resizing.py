@@ -9,9 +9,9 @@ import numpy as np
 from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import Var
 
+from intaglio.engines.coreml.mil import as_float, constant, in_float, is_float, is_static
 from intaglio.engines.coreml.node import Node
 from intaglio.engines.coreml.ops.interpolation import Axis, Interpolation, is_outside, matrix, nearest_indices
-from intaglio.engines.coreml.ops.tensors import constant, floating, in_floats, is_float, is_static
 from intaglio.engines.coreml.registry import converter
 
 # MIL's names of the coordinates that it has for linear interpolation.
@@ -114,13 +114,13 @@ def _along_axes(node: Node, x: Var, how: Interpolation, axes: dict[int, Axis]) -
     if how.mode == "nearest" and how.coordinates != "tf_crop_and_resize":
         factors = _whole_factors(x, how, axes)
         if factors is not None:
-            return in_floats(x, lambda v: _repeated(v, *factors))
+            return in_float(lambda v: _repeated(v, *factors), x)
         for axis, sizes in axes.items():
             x = mb.gather(x=x, indices=nearest_indices(sizes, how).astype(np.int32), axis=axis)
         return mb.identity(x=x, name=node.name)
     if is_float(x) and _is_bilinear(x, how, axes):
         return _bilinear(x, how, axes)
-    return in_floats(x, lambda v: _by_matrices(v, how, axes))
+    return in_float(lambda v: _by_matrices(v, how, axes), x)
 
 
 def _whole_factors(x: Var, how: Interpolation, axes: dict[int, Axis]) -> tuple[int, int] | None:
@@ -190,10 +190,10 @@ def _varying(node: Node, x: Var, how: Interpolation, factors: Sequence[float]) -
     height, width = factors[-2:]
     whole = height == int(height) and width == int(width)
     if how.mode == "nearest" and whole and _repeats(how, height) and _repeats(how, width):
-        return in_floats(x, lambda v: _repeated(v, int(height), int(width)))
+        return in_float(lambda v: _repeated(v, int(height), int(width)), x)
     if how.mode == "linear" and whole and how.coordinates in ("half_pixel", "pytorch_half_pixel") and not how.antialias:
         return mb.upsample_bilinear(
-            x=floating(x), scale_factor_height=int(height), scale_factor_width=int(width), align_corners=False
+            x=as_float(x), scale_factor_height=int(height), scale_factor_width=int(width), align_corners=False
         )
     node.fail(
         f"resizes sizes that vary by {list(factors)} with mode {how.mode}, coordinates {how.coordinates}, "

@@ -15,6 +15,7 @@ from intaglio.engines.coreml.mil import (
     numpy_dtype,
     product,
     reshape,
+    scalar,
     shape_vector,
     sizes,
 )
@@ -54,7 +55,7 @@ def _reshape_at_run_time(x: Var, shape: Var, name: str) -> Var:
     if 0 not in values:
         return mb.reshape(x=x, shape=shape, name=name)
     dims: list[int | Var] = [
-        mb.gather(x=shape, indices=np.int32(i), axis=0) if value is None else value or own[i]
+        mb.slice_by_index(x=shape, begin=[i], end=[i + 1]) if value is None else value or own[i]
         for i, value in enumerate(values)
     ]
     return reshape(x, dims, name)
@@ -64,6 +65,8 @@ def _reshape_at_run_time(x: Var, shape: Var, name: str) -> Var:
 def Transpose(node: Node) -> Var:
     x = node.input(0)
     perm = node.ints("perm", list(range(x.rank))[::-1])
+    if sorted(perm) != list(range(x.rank)):
+        node.fail(f"permutes by {perm} the {x.rank} dims of its input; expected each of 0 to {x.rank - 1} once")
     return mb.transpose(x=x, perm=perm, name=node.name) if x.rank > 1 else x
 
 
@@ -78,6 +81,13 @@ def _axes(node: Node) -> list[int] | None:
 def Squeeze(node: Node) -> Var:
     x, axes = node.input(0), _axes(node)
     if axes is None:
+        varying = [str(size) for size in x.shape if not isinstance(size, (int, np.integer))]
+        if varying:
+            # The rank of the output would follow from the sizes.
+            node.fail(
+                "names no axes and reads an input with dims that vary, which are left out where they are 1",
+                "give it its axes, or fix the dims with --shapes",
+            )
         axes = [i for i, size in enumerate(x.shape) if isinstance(size, (int, np.integer)) and size == 1]
     return mb.squeeze(x=x, axes=axes, name=node.name) if axes else x
 
@@ -134,7 +144,7 @@ def Split(node: Node) -> Sequence[Var]:
 
 def _nothing(node: Node, x: Var, axis: int) -> Var:
     """No elements. It is known, and what joins it to something leaves it out; as an output it is refused."""
-    if not is_static(x):
+    if not is_static(x.shape):
         node.fail(f"leaves nothing of axis {axis}, and Core ML holds no empty tensors")
     shape = [0 if i == axis else int(size) for i, size in enumerate(x.shape)]
     return mb.const(val=np.zeros(shape, numpy_dtype(x)))
@@ -228,15 +238,19 @@ def Expand(node: Node) -> Var:
     """Broadcasts both ways: a 1 in the shape keeps the dim of the input."""
     x = node.input(0)
     if not node.is_constant(1):
-        shape = node.input(1)
-        if x.dtype == types.bool:
-            return mb.logical_or(x=x, y=mb.fill(shape=shape, value=False), name=node.name)
-        zero = np.zeros((), types.nptype_from_builtin(x.dtype))[()]
-        return mb.add(x=x, y=mb.fill(shape=shape, value=zero), name=node.name)
+        return _added(x, node.input(1), node.name)
     shape = [int(size) for size in node.constant(1)]
     if x.val is not None:
         node.check_size(shape)
     return broadcast(x, shape, node.name)
+
+
+def _added(x: Var, shape: Var | np.ndarray, name: str) -> Var:
+    """``x`` broadcast with a shape, by adding zeros of it."""
+    if x.dtype == types.bool:
+        return mb.logical_or(x=x, y=mb.fill(shape=shape, value=False), name=name)
+    zero = np.zeros((), types.nptype_from_builtin(x.dtype))[()]
+    return mb.add(x=x, y=mb.fill(shape=shape, value=zero), name=name)
 
 
 def broadcast(x: Var, shape: Sequence[int], name: str) -> Var:
@@ -245,6 +259,9 @@ def broadcast(x: Var, shape: Sequence[int], name: str) -> Var:
     wanted = [1] * (rank - len(shape)) + list(shape)
     if x.rank < rank:
         x = mb.reshape(x=x, shape=[1] * rank) if x.rank == 0 else mb.expand_dims(x=x, axes=list(range(rank - x.rank)))
+    if any(size > 1 and not isinstance(own, (int, np.integer)) for own, size in zip(x.shape, wanted, strict=True)):
+        # A dim that varies may be 1 or as large as it is to be.
+        return _added(x, np.array(wanted, np.int32), name)
     repeats = [
         size if isinstance(own, (int, np.integer)) and own == 1 else 1
         for own, size in zip(x.shape, wanted, strict=True)
@@ -271,7 +288,7 @@ def Shape(node: Node) -> Var:
     rank = x.rank
     start, end = node.int("start", 0), node.int("end", rank)
     start, end = (min(max(axis_of(v, rank), 0), rank) for v in (start, end))
-    if is_static(x) or end <= start:
+    if is_static(x.shape) or end <= start:
         return mb.const(val=np.array([int(s) for s in x.shape[start:end]], np.int32), name=node.name)
     shape = mb.shape(x=x)
     if (start, end) == (0, rank):
@@ -282,7 +299,7 @@ def Shape(node: Node) -> Var:
 @converter
 def Size(node: Node) -> Var:
     total = product(sizes(node.input(0)))
-    return total if isinstance(total, Var) else mb.const(val=np.int32(total), name=node.name)
+    return scalar(total) if isinstance(total, Var) else mb.const(val=np.int32(total), name=node.name)
 
 
 @converter

@@ -6,8 +6,8 @@ import onnx_ir as ir
 from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import Var
 
+from intaglio.engines.coreml.mil import cast
 from intaglio.engines.coreml.node import Node
-from intaglio.engines.coreml.ops.tensors import cast
 from intaglio.engines.coreml.registry import UPDATE_STATE, converter
 from intaglio.kernels.grouped_quant import DOMAIN
 

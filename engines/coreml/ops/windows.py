@@ -10,8 +10,8 @@ import numpy as np
 from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import Var
 
+from intaglio.engines.coreml.mil import constant, is_static
 from intaglio.engines.coreml.node import Node
-from intaglio.engines.coreml.ops.tensors import constant, is_static
 
 # So many slices of a tensor are a program of reasonable size.
 _MOST_TAPS = 512

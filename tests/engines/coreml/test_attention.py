@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from coreml_models import packaged
+from coreml_models import evaluated, expected, packaged
 from coreml_nodes import check_node, floats, one_node
 
 from intaglio.exporters.bundle import Dim
@@ -69,6 +69,36 @@ def test_attention_is_one_fused_op():
     ops = [op.op_type for op in packaged(model).program.functions["main"].operations]
     assert ops.count("scaled_dot_product_attention") == 1
     assert "softmax" not in ops
+
+
+def test_a_softmax_of_another_dtype_than_the_graph_asks_for_is_noted():
+    halves = [each.astype(np.float16) for each in _qkv()]
+    for precision, softcap, said in ((1, 0.0, 1), (1, 2.0, 0), (10, 0.0, 0)):
+        model, _ = one_node("Attention", halves, 23, softmax_precision=precision, softcap=softcap)
+        assert sum("softmax" in note for note in packaged(model).notes) == said
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("is_causal", [0, 1])
+def test_a_query_that_a_float_mask_hides_everything_from_gets_zeros(is_causal, softcap):
+    mask = np.where(_visible(B, 1, S, S), floats(B, 1, S, S), -np.inf).astype(np.float32)
+    mask[0, 0, 2] = mask[1, 0, 0] = -np.inf
+    model, feeds = one_node("Attention", [*_qkv(keys=S), mask], 23, is_causal=is_causal, softcap=softcap)
+    (found,), (theirs,) = evaluated(model, feeds)[0], expected(model, feeds)
+    assert not found[0, :, 2].any()
+    assert not found[1, :, 0].any()
+    np.testing.assert_allclose(found, np.nan_to_num(theirs), atol=2e-5)
+
+
+def test_a_wide_mask_hides_everything_from_a_query_of_float16():
+    halves = [each.astype(np.float16) for each in _qkv(keys=S)]
+    mask = np.where(_visible(B, 1, S, S), 0, -np.inf).astype(np.float32)
+    mask[1, 0, 3] = -np.inf
+    model, feeds = one_node("Attention", [*halves, mask], 23, outputs=1)
+    (found,) = evaluated(model, feeds)[0]
+    assert not found[1, :, 3].any()
+    assert np.isfinite(found).all()
+    assert found[0].any(axis=-1).all()
 
 
 @pytest.mark.parametrize("interleaved", [0, 1])

@@ -17,7 +17,7 @@ from coreml_models import model
 from coreml_stages import export_klein
 
 import intaglio
-from intaglio.engines import coreml
+from intaglio.engines import child, coreml
 from intaglio.engines.coreml import sizes
 from intaglio.engines.coreml.description import read_description
 from intaglio.engines.engine import open_engine, read_report
@@ -142,6 +142,31 @@ def test_sets_of_sizes_share_the_longest_cache(bundle: Path) -> None:
     )
 
 
+def test_a_cache_is_compared_as_what_it_is(bundle: Path) -> None:
+    report = intaglio.compile(bundle, "coreml", shapes="batch=2")
+    assert report.stages["generate"].notes == (
+        "the key-value cache is a state of 64 tokens, float16; 2 texts at a time",
+    )
+    compared = intaglio.parity(bundle, "coreml", stage="generate", batch=2)
+    assert compared.first_divergent is None
+    assert compared.bound == 1e-2
+    with pytest.raises(InputError, match=r"past_sequence=0:0:0: the greatest size is 0, expected 1 or more"):
+        intaglio.compile(bundle, "coreml", shapes="past_sequence=0")
+
+
+def test_a_full_disk_is_told(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = (
+        "import json, sys; from intaglio.engines.coreml import building, package\n"
+        "def full(*_): raise OSError(28, 'No space left on device', '/there/weight.bin')\n"
+        "package._write = full; sys.exit(building.main())"
+    )
+    real = subprocess.run
+    monkeypatch.setattr(child.subprocess, "run", lambda _command, **kw: real([sys.executable, "-c", program], **kw))
+    message = "/there/weight.bin: No space left on device, while generate.onnx was built; free space"
+    with pytest.raises(CompileError, match=message):
+        intaglio.compile(bundle, "coreml")
+
+
 def test_a_bfloat16_bundle_is_not_narrowed(tmp_path: Path) -> None:
     intaglio.export(tiny_checkpoint.write(tmp_path / "checkpoint"), tmp_path / "bundle", dtype="bfloat16")
     with pytest.raises(CompileError, match=r"generate: computes in bfloat16, and --dtype float16 narrows float32"):
@@ -164,6 +189,7 @@ def test_an_engine_runs_on_macs_only(bundle: Path, monkeypatch: pytest.MonkeyPat
         ({"accuracy": "fast"}, "accuracy 'fast': coreml has exact"),
         ({"shapes": ["batch=1", "batch=1"]}, "--shapes: the same sizes are given twice"),
         ({"shapes": "heigth=1"}, "the dim 'heigth' is unknown"),
+        ({"shapes": "batch=1,batch=2"}, "--shapes: batch is given twice"),
     ],
 )
 def test_options_that_there_are_not(bundle: Path, options: dict[str, Any], message: str) -> None:
@@ -204,6 +230,7 @@ def test_several_sets_of_sizes_are_functions_that_share_weights(tmp_path: Path) 
         report = intaglio.parity(bundle, "coreml", batch=1, height=height, width=32, tokens=8)
         assert report.first_divergent is None
         assert report.stages == ("transformer", "vae_decoder")
+    assert intaglio.parity(bundle, "coreml", stage="vae_decoder").first_divergent is None
     with pytest.raises(InputError, match=r"the package has no function for the sizes .*; it has image_tokens4"):
         intaglio.parity(bundle, "coreml", batch=1, height=48, width=32, tokens=8)
 

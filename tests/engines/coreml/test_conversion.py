@@ -160,6 +160,44 @@ REFUSED = {
         "g (float[2,3] x, float[4,3] z) => (float[n,m] y) { y = Add(x, z) }",
         r"\(Add, opset 17\) cannot be built with the inputs x float\[2, 3\], z float\[4, 3\]",
     ),
+    "squeezed without axes": (
+        "g (float[n,1,2] x) => (float[2] y) { y = Squeeze(x) }",
+        r"\(Squeeze, opset 17\) names no axes.*give it its axes",
+    ),
+    "no permutation": (
+        "g (float[2,3] x) => (float[2,2] y) { y = Transpose<perm=[0, 0]>(x) }",
+        r"\(Transpose, opset 17\) permutes by \[0, 0\] the 2 dims",
+    ),
+    "axis out of range": (
+        "g (float[2,3] x) => (float[2,3] y) { y = Softmax<axis=9>(x) }",
+        r"\(Softmax, opset 17\) names the axis 9 \(axis\); expected -2 to 1",
+    ),
+    "axes out of range": (
+        "g (float[2,3] x) => (float[n] y) <int64[1] a = {-3}> { y = ReduceSum(x, a) }",
+        r"\(ReduceSum, opset 17\) names the axis -3",
+    ),
+    "axes named twice": (
+        "g (float[2,3] x) => (float[n] y) <int64[2] a = {1, -3}> { y = Unsqueeze(x, a) }",
+        r"\(Unsqueeze, opset 17\) names an axis twice \(axes \[1, -3\]\)",
+    ),
+    "integer computed too large": (
+        "g (int64[1] x) => (int64[1] y) <int64[1] w = {1048576}> { v = Mul(w, w) y = Add(x, v) }",
+        r"\(Add, opset 17\) reads 'v', which follows from constants and holds the int64 1099511627776",
+    ),
+    "size computed too large": (
+        "g (int64[3] x) => (int64[n] y) <int64[1] w = {2147483647}> { s = Shape(x) v = Mul(s, w) y = Add(x, v) }",
+        r"reads 'v', which follows from constants and holds the int64 6442450941",
+    ),
+    "cast beyond": (
+        "g (int64[1] x) => (int64[1] y) <float[1] w = {1e12}> { v = Cast<to=7>(w) y = Add(x, v) }",
+        r"reads 'v', which follows from constants and holds the int64 999999995904",
+    ),
+    "loop without end": (
+        """g (float[2] x) => (float[2] y) <int64 n = {1099511627776}, bool t = {1}> {
+        y = Loop<body = b (int64 i, bool c, float[2] v) => (bool d, float[2] w)
+        { d = Identity(c) w = Add(v, v) }>(n, t, x) }""",
+        r"\(Loop, opset 17\) runs 1099511627776 times; up to 1024",
+    ),
     "not constant": (
         "g (float[2,3] x, int64[1] a) => (float[m,n] y) { y = ReduceSum(x, a) }",
         r"needs the value of 'a'",
@@ -197,7 +235,11 @@ def test_what_is_computed_in_another_way_is_noted() -> None:
     )
     known = "g (float[3] x) => (float[3] y) <float[2] k = {0, 1}> { i = NonZero(k) f = Cast<to=1>(i) y = Add(x, f) }"
     assert packaged(model(known)).notes == ()
-    assert packaged(model(SMALL), {"batch": 1}).notes == ()
+    assert packaged(model(SMALL), {"batch": 1}).notes == ("int64 is computed in int32: what leaves its range is wrong",)
+    sizes = "g (float[n,3] x) => (int64[2] y) { s = Shape(x) y = Add(s, s) }"
+    assert packaged(model(sizes)).notes == ()
+    cast = "g (float[2] x) => (uint32[2] y) { y = Cast<to=12>(x) }"
+    assert packaged(model(cast)).notes == ("uint32 is computed in int32: what leaves its range is wrong",)
 
 
 def test_a_dim_of_minus_one_varies() -> None:
@@ -260,3 +302,41 @@ def test_without_coremltools_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "coremltools", None)
     with pytest.raises(RuntimeMissingError, match=r"\.\[coreml\]"):
         load_converters()
+
+
+def test_loops_in_loops_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    from intaglio.engines.coreml.ops import control
+
+    monkeypatch.setattr(control, "MAX_NODES", 40)
+    text = """g (float[2] x) => (float[2] y) <int64 n = {9}, bool t = {1}> {
+    y = Loop<body = b (int64 i, bool c, float[2] v) => (bool d, float[2] w) { d = Identity(c)
+        w = Loop<body = e (int64 j, bool f, float[2] p) => (bool g, float[2] q) { g = Identity(f) q = Neg(p) }>(n, t, v)
+    }>(n, t, x) }"""
+    with pytest.raises(CompileError, match=r"\(Loop, opset 17\).*more than 40 nodes"):
+        packaged(model(text))
+
+
+def test_integers_that_leave_int32_on_the_way() -> None:
+    text = """g (int64[2] x) => (int64[2] y, float[2] z)
+    <int64[2] a = {4294967296, -7}, int64[2] b = {65536, 2}, double[2] e = {1e200, 3}, double[2] f = {1e-200, 1}> {
+        q = Div(a, b) y = Add(x, q) p = Mul(e, f) r = Cast<to=1>(p) s = Cast<to=1>(x) z = Add(r, s)
+    }"""
+    assert_same(model(text), {"x": np.array([5, 7])})
+
+
+@pytest.mark.parametrize("names", ["state tensor fp16", "program state true", "x int32 state", "main state_1 func"])
+def test_names_that_coremltools_keeps_for_itself(names: str) -> None:
+    taken, inner, given = names.split()
+    proto = model("g (float[2] x) => (float[2] y) { z = Neg(x) y = Relu(z) }")
+    first, second = proto.graph.node
+    proto.graph.input[0].name = first.input[0] = taken
+    first.output[0] = second.input[0] = second.name = inner
+    second.output[0] = proto.graph.output[0].name = given
+    assert_same(proto, {taken: np.array([1, -2], np.float32)})
+
+
+def test_more_dims_than_core_ml_has_inside_a_graph(tmp_path: Path) -> None:
+    text = """g (float[2,3] x) => (float[2,3] y) <int64[6] s = {1,1,1,1,2,3}, int64[2] t = {2,3}> {
+        u = Reshape(x, s) v = Relu(u) y = Reshape(v, t) }"""
+    with pytest.raises(CompileError, match=r"model.onnx: .*'u' \(Reshape, opset 17\) gives 'u' 6 dims.*end at 5"):
+        write_package(packaged(model(text)), tmp_path / "model.mlpackage")

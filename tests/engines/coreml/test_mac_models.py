@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,37 @@ def test_a_compilation_that_fails_leaves_nothing(
     (folder / "double.mlpackage" / "Manifest.json").unlink()
     with pytest.raises(EngineError, match=r"double\.mlpackage is not a whole Core ML package"):
         models.open_on_mac(folder / "double.mlpackage", packages[1], "n3", "all")
+
+
+def test_two_loaders_take_the_copy_of_the_first(
+    packages: tuple[Path, PackageDescription], folder: Path, mac: PretendedMac, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_model(package: str, destination: str) -> str:
+        shutil.copytree(package, destination)
+        faster = folder / Path(destination).name
+        shutil.copytree(package, faster)
+        (faster / "first").touch()
+        return destination
+
+    monkeypatch.setattr(ct.models.utils, "compile_model", compile_model)
+    model = models.open_on_mac(folder / "double.mlpackage", packages[1], "n3", "all")
+    x = np.ones((2, 3), np.float32)
+    np.testing.assert_array_equal(next(iter(model.predict({"x": x}).values())), x + x)
+    (compiled,) = folder.glob("*.mlmodelc")
+    assert (compiled / "first").is_file()
+    assert not list(folder.glob(".mlmodelc-*"))
+
+
+def test_what_killed_loaders_left_is_removed_a_day_later(
+    packages: tuple[Path, PackageDescription], folder: Path, mac: PretendedMac
+) -> None:
+    old, young = folder / ".mlmodelc-old", folder / ".mlmodelc-young"
+    for left in (old, young):
+        (left / "double.mlmodelc").mkdir(parents=True)
+    two_days_ago = time.time() - 2 * 24 * 60 * 60
+    os.utime(old, (two_days_ago, two_days_ago))
+    models.open_on_mac(folder / "double.mlpackage", packages[1], "n3", "all")
+    assert young.exists() and not old.exists()
 
 
 def test_elsewhere_it_says_where_core_ml_runs(monkeypatch: pytest.MonkeyPatch) -> None:

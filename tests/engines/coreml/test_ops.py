@@ -193,3 +193,15 @@ def test_indices_from_the_end() -> None:
         "n": np.array([[-1, -5], [0, 2]]),
     }
     assert_same(model(text), feeds)
+
+
+def test_a_dim_that_varies_is_expanded_where_it_is_one() -> None:
+    text = """g (float[n,2] x, bool[n,1] b) => (float[4,2] y, bool[3,4,2] c)
+    <int64[2] s = {4, 2}, int64[3] t = {3, 4, 2}> { y = Expand(x, s) c = Expand(b, t) }"""
+    feeds = [{"x": _float(n, 2), "b": RNG.random((n, 1)) < 0.5} for n in (1, 4)]
+    assert_same(model(text), *feeds, dims={"n": Dim(min=1, max=4)})
+
+
+def test_a_shape_of_ones_leaves_a_dim_that_varies() -> None:
+    text = "g (float[n,1] x) => (float[n,3] y) <int64[2] s = {1, 3}> { y = Expand(x, s) }"
+    assert_same(model(text), *({"x": _float(n, 1)} for n in (1, 4)), dims={"n": Dim(min=1, max=4)})

@@ -142,6 +142,12 @@ def test_wrong_feeds(session: CoreMLSession) -> None:
         session.run(feeds(1, 9))
 
 
+def test_outputs_that_there_are_not(session: CoreMLSession, opened: list[Doubling]) -> None:
+    with pytest.raises(InputError, match="double: has no output 'z'; there are y, is_even"):
+        session.run(feeds(1, 2), ["y", "z"])
+    assert not opened
+
+
 def test_what_fails_in_core_ml_names_the_stage(session: CoreMLSession, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Doubling, data: object, state: object = None) -> Mapping[str, np.ndarray]:
         raise RuntimeError("the neural engine is asleep")

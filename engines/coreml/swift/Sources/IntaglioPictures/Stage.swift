@@ -87,7 +87,13 @@ private func compiledCopy(of package: URL) async throws -> URL {
     let kept = caches.appendingPathComponent(name, isDirectory: true)
     if !files.fileExists(atPath: kept.path) {
         let made = try await MLModel.compileModel(at: package)
-        try files.moveItem(at: made, to: kept)
+        do {
+            try files.moveItem(at: made, to: kept)
+        } catch {
+            // Where another process made it at the same time, the first one counts.
+            try? files.removeItem(at: made)
+            guard files.fileExists(atPath: kept.path) else { throw error }
+        }
     }
     return kept
 }

@@ -12,6 +12,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from intaglio.engines.child import end_with_parent, fail, refuse
 from intaglio.engines.coreml.conversion import Converted, convert
 from intaglio.engines.coreml.coremltools_ import import_coremltools
 from intaglio.engines.coreml.description import (
@@ -106,7 +107,6 @@ class Build:
     ) -> Iterator[tuple[str, Converted, FunctionDescription]]:
         context = shapes["total_sequence"].max if "total_sequence" in shapes else shapes["past_sequence"].max + 1
         context = min(context, shapes["past_sequence"].max + 1)
-        self.notes.append(f"the key-value cache is a state of {context} tokens, float16; one text at a time")
         lengths = {DECODE: 1, PREFILL: min(CHUNK, context, shapes["sequence"].max)}
         for name, tokens in lengths.items():
             if name == PREFILL and tokens == 1:
@@ -116,6 +116,10 @@ class Build:
                     self._model(), self.graph.stem, context=context, tokens=tokens, dims=sizes
                 )
             self._note(iter(converted.notes))
+            if name == DECODE:
+                batch = described.states[0].shape[0]
+                texts = "one text" if batch == 1 else f"{batch} texts"
+                self.notes.append(f"the key-value cache is a state of {context} tokens, float16; {texts} at a time")
             yield name, converted, described
 
     def _convert(self, model: ir.Model, sizes: Sizes) -> Converted:
@@ -156,7 +160,7 @@ class Build:
 
 
 def _fixed(sizes: Sizes) -> dict[str, int]:
-    return {name: size for name, size in sizes.items() if isinstance(size, int)}
+    return {name: size for name, size in sizes.items() if isinstance(size, int) and size}
 
 
 def _dims_of(value: ir.Value) -> list[str]:
@@ -165,20 +169,22 @@ def _dims_of(value: ir.Value) -> list[str]:
 
 def main() -> int:
     """Builds what stdin asks for; 2 and a message on stderr if it cannot be built."""
+    end_with_parent()
     request = json.load(sys.stdin)
     graph, artifact = Path(request["graph"]), Path(request["artifact"])
     variants = [{name: Dim.model_validate(dim) for name, dim in dims.items()} for dims in request["variants"]]
     shapes = {name: Dim.model_validate(dim) for name, dim in request["shapes"].items()}
     build = Build(graph, Options.model_validate(request["options"]), request["inputs"])
     try:
-        import_coremltools()
+        import_coremltools(alone=True)
         if request["is_foreign"]:
             check_model(graph)
         build.write(artifact, shapes, variants)
         stats = weight_stats(artifact)
-    except IntaglioError as error:
-        sys.stderr.write(" ".join(str(error).split()) + "\n")
-        return 2
+    except (IntaglioError, OSError) as error:
+        return refuse(error, graph.name)
+    except Exception as error:
+        return fail(error)
     # In as many programs as there are functions.
     attentions = build.attentions_of_graph * len(build.functions)
     by_hand = max(attentions - stats.fused_attentions, 0)
