@@ -92,11 +92,13 @@ def ternary_int8_variant(rows: int, group_size: int, dtype: str, scale_dtype: st
     return Variant(ternary.ternary_int8_matmul_kernel, types, constants, tile.warps, tile.stages, aligned)
 
 
-def attention_variant(head_dim: int, dtype: str, mask: int = 0, causal: bool = False, softcap: bool = False) -> Variant:
+def attention_variant(
+    head_dim: int, dtype: str, sm: int, mask: int = 0, causal: bool = False, softcap: bool = False
+) -> Variant:
     """The forward kernel with ``logsumexp``, for rows that begin at multiples of 16 elements where the head dim
     is one; ``mask`` as the kernel says.
     """
-    tile = attention_tile(head_dim, _ITEMSIZES[dtype])
+    tile = attention_tile(head_dim, _ITEMSIZES[dtype], sm)
     return _attention(flash_attention.flash_attention_kernel, tile, head_dim, dtype, mask, causal, softcap)
 
 
@@ -151,7 +153,7 @@ def attention_plugin_variant(
     head_dim: int, dtype: str, scale: float, softcap: float = 0.0, causal: bool = False, mask: int = 0
 ) -> Variant:
     """The plugin's kernel: without a mask (0), or with booleans (1) or float32 (2) to add."""
-    tile = attention_tile(head_dim, _ITEMSIZES[dtype], portable=True)
+    tile = attention_tile(head_dim, _ITEMSIZES[dtype], 80, portable=True)
     constants = {
         "SCALE": scale,
         "CAP": softcap,

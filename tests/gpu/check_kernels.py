@@ -227,7 +227,7 @@ def time_attention(limit: float) -> Iterator[dict[str, Any]]:
             return launch_attention(q, k, v, None, causal, s, 0.0, 0, tile)
 
         torch_s, ours_s = seconds(theirs), seconds(ours)
-        chosen = attention_tile(head_dim, 2)
+        chosen = attention_tile(head_dim, 2, launch.architecture(DEVICE)[0])
         tile, tuned_s = best(chosen, attention_tiles(), ours, limit)
         yield {
             "what": "attention, bfloat16, fractions of torch's",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from intaglio.errors import InputError
-from intaglio.trainer.ops.launch import TYPE_NAMES, blocks, require_triton
+from intaglio.trainer.ops.launch import TYPE_NAMES, architecture, blocks, require_triton
 
 
 def flash_attention(
@@ -190,7 +190,7 @@ def launch_attention(
 
     q, k, v = (_rows(tensor) for tensor in (query, key, value))
     B, H, L, D = q.shape
-    tile = tile or attention_tile(D, q.element_size())
+    tile = tile or attention_tile(D, q.element_size(), architecture(q.device)[0])
     o = torch.empty((B, H, L, D), dtype=q.dtype, device=q.device)
     logsumexp = torch.empty((B, H, L), dtype=torch.float32, device=q.device)
     if o.numel() == 0:
