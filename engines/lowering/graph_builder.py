@@ -26,9 +26,10 @@ class GraphBuilder:
         inputs: Sequence[ir.Value | None],
         dtype: ir.DataType | None,
         shape: Iterable[Any] | None = None,
+        domain: str = "",
         **attributes: Any,
     ) -> ir.Value:
-        node = ir.node(op_type, inputs, attributes, name=f"{self._name}.{op_type}_{len(self._nodes)}")
+        node = ir.node(op_type, inputs, attributes, domain=domain, name=f"{self._name}.{op_type}_{len(self._nodes)}")
         value = node.outputs[0]
         value.name, value.shape = node.name, None if shape is None else ir.Shape(shape)
         value.type = None if dtype is None else ir.TensorType(dtype)
