@@ -30,7 +30,7 @@ def trt(request: pytest.FixtureRequest) -> Iterator[TensorRT]:
 
 
 @pytest.fixture(scope="module")
-def painter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def painter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo painter, compiled for the CPU and the stand-in; for reading only."""
     folder = tmp_path_factory.mktemp("painter") / "bundle"
     intaglio.export(ROOT / "demo" / "emoji", folder, stages=STAGES)
@@ -38,8 +38,7 @@ def painter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         stand_in(patch)
         intaglio.compile(folder, "tensorrt-rtx", shapes="batch=1:1:2,height=64,width=64")
-        patch.undo()
-    yield folder
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +66,7 @@ def test_a_picture_is_that_of_the_cpu(painter: Path, trt: TensorRT) -> None:
 
 
 def test_stages_leave_in_turn_within_a_budget(painter: Path, trt: TensorRT) -> None:
-    most = intaglio.load(painter, "tensorrt-rtx", memory_budget=64 << 20)
+    most = intaglio.load(painter, "tensorrt-rtx", memory_budget=1 << 30)
     expected = most("red apple", **OPTIONS)
     assert {*most._sessions} == set(STAGES), "all fit"
     largest = max((painter / "engines" / "tensorrt-rtx" / f"{stage}.engine").stat().st_size for stage in STAGES)
@@ -75,7 +74,7 @@ def test_stages_leave_in_turn_within_a_budget(painter: Path, trt: TensorRT) -> N
     most.unload()
     np.testing.assert_array_equal(pipe("red apple", **OPTIONS).latents, expected.latents)
     assert (pipe._sessions, trt.driver.used) == ({}, 0)
-    with pytest.raises(InputError, match=r"the memory budget is 1 MiB of the GPU, and the engine of transformer needs"):
+    with pytest.raises(InputError, match=r"the memory budget is 1 MiB of the GPU, and .* needs \d+ MiB beside the"):
         intaglio.load(painter, "tensorrt-rtx", memory_budget=1 << 20)("red apple", **OPTIONS)
 
 

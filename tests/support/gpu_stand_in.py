@@ -380,7 +380,7 @@ class IExecutionContext:
 
     def update_device_memory_size_for_shapes(self) -> int:
         assert not self.infer_shapes()
-        return 4 * sum(int(np.prod(shape)) for shape in self._shapes.values())
+        return 64 * sum(int(np.prod(shape)) for shape in self._shapes.values())
 
     def set_device_memory(self, memory: int, size: int) -> None:
         assert size >= self.update_device_memory_size_for_shapes()

@@ -184,7 +184,7 @@ def test_a_budget_and_a_full_gpu(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"the memory budget is 1 MiB of the GPU, and double's|the engine of double"):
         Opened(tmp_path, budget=100)
     opened = Opened(tmp_path, budget=3000)
-    with pytest.raises(InputError, match=r"of the GPU, and .* of double needs 1 MiB beside the 1 MiB that are held"):
+    with pytest.raises(InputError, match=r"of the GPU, and .*double.* needs 1 MiB beside the 1 MiB that are held"):
         run_at(opened.session, (1, 2, 3))
     opened = Opened(tmp_path, total=600)
     with pytest.raises(EngineError, match=r"the GPU \(Stand-in GPU\) has not enough memory: .* of 1 MiB are free"):
