@@ -8,6 +8,8 @@ import re
 import sys
 from pathlib import Path
 
+from intaglio.engines.target import is_on_gpu
+
 
 def rss_bytes() -> int:
     """The resident set of this process, in bytes; 0 where the system does not say. Linux only."""
@@ -16,6 +18,17 @@ def rss_bytes() -> int:
     except OSError:
         return 0
     return int(match[1]) * 1024 if match else 0
+
+
+def used_bytes(target: str) -> int:
+    """What engines of ``target`` are counted in: memory of the GPU that this process holds, or its resident set.
+
+    Of engines that onnxruntime holds on a GPU nothing is known: 0.
+    """
+    if not is_on_gpu(target):
+        return rss_bytes()
+    device = sys.modules.get("intaglio.engines.nvidia.device")
+    return 0 if device is None else device.used_bytes()
 
 
 def peak_rss_bytes() -> int:

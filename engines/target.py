@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from intaglio.exporters.bundle import Dim, StageInfo
     from intaglio.progress import ProgressCallback
 
-TARGETS = ("cpu", "coreml", "tensorrt-rtx")
+TARGETS = ("cpu", "coreml", "tensorrt-rtx", "cuda")
+# Those whose engines lie in the memory of an NVIDIA GPU.
+_ON_GPU = ("tensorrt-rtx", "cuda")
 
 
 class Target(Protocol):
@@ -79,22 +81,32 @@ class Target(Protocol):
         """Likewise, for a comparison of numbers: where the target itself cannot run, by what stands in for it."""
 
 
-# What may be said of how a target's sessions run, by the name that its ``load`` takes.
-_SESSION_OPTIONS = {"cpu": "threads", "coreml": "compute_units", "tensorrt-rtx": ""}
+# What may be said of how a target's sessions run, by the name that its ``load`` takes, and whose it is.
+_SESSION_OPTIONS = {"threads": "cpu", "compute_units": "coreml"}
 
 
-def session_options(target: str, *, threads: int = 0, compute_units: str | None = None) -> dict[str, Any]:
+def session_options(
+    target: str, *, threads: int = 0, compute_units: str | None = None, memory_budget: int | None = None
+) -> dict[str, Any]:
     """What ``load`` of a target is told: ``threads`` of cpu, ``compute_units`` of coreml; 0 and None leave the choice.
 
-    Raises InputError for an option that the target does not have.
+    Targets on a GPU are told the ``memory_budget``, in bytes; elsewhere whoever loads the stages keeps to it. Raises
+    InputError for an option that the target does not have.
     """
     target_module(target)
     given = {"threads": threads or None, "compute_units": compute_units}
     for name, value in given.items():
-        if value is not None and _SESSION_OPTIONS[target] != name:
-            whose = next(other for other, option in _SESSION_OPTIONS.items() if option == name)
-            raise InputError(f"{name} is for the target {whose}, and this one is {target}; leave it out")
+        if value is not None and _SESSION_OPTIONS[name] != target:
+            raise InputError(
+                f"{name} is for the target {_SESSION_OPTIONS[name]}, and this one is {target}; leave it out"
+            )
+    given["memory_budget"] = memory_budget if is_on_gpu(target) else None
     return {name: value for name, value in given.items() if value is not None}
+
+
+def is_on_gpu(target: str) -> bool:
+    """Whether engines of the target lie in the memory of a GPU, and not in the process's own."""
+    return target in _ON_GPU
 
 
 def target_module(name: str) -> Target:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from intaglio.engines.engine import Engine, read_report
+from intaglio.engines.target import is_on_gpu
 from intaglio.errors import InputError
 from intaglio.runtimes.latents import latent_pixels
 from intaglio.runtimes.picture_request import Work
@@ -86,7 +87,8 @@ def plan_memory(
     Stages leave in turn, the batch runs in parts and the decoder in bands, in this order, where that is needed. Raises
     InputError with the budget that would do where not even all of that does.
     """
-    estimate = _Estimate(engine, work, max(process, _PROCESS), held or {})
+    on_gpu = is_on_gpu(engine.info.target)
+    estimate = _Estimate(engine, work, process if on_gpu else max(process, _PROCESS), held or {})
     band = estimate.band_rows(_MOST_UNTILED if work.tiled is None else None)
     if budget is None:
         return MemoryPlan(keep_loaded, None, band, estimate.peak(keep_loaded, work.pictures, band))
@@ -101,6 +103,8 @@ def plan_memory(
         for rows in dict.fromkeys([work.pictures, 1]):
             if band is not None and (peak := estimate.peak(False, rows, band)) <= budget:
                 return MemoryPlan(False, rows, band, peak)
+    if on_gpu:  # these are the CPU's figures: whether it fits is seen where memory is taken, exactly
+        return MemoryPlan(False, 1, band, peak)
     least_band = _LEAST_BAND_ROWS if estimate.can_tile else None
     least = estimate.peak(False, 1, least_band) + _DRIFT
     needs = estimate.needs(1, least_band)
@@ -121,6 +125,9 @@ class _Estimate:
         self._text_length = engine.bundle.text_to_image.text_length if engine.bundle.text_to_image else 0
         report = read_report(engine.bundle_path, engine.info.target)
         self._weights = {name: s.weight_bytes + s.widened_bytes for name, s in report.stages.items()}
+        self._on_gpu = is_on_gpu(engine.info.target)
+        # Of a GPU's engines nothing is known of activations but their dtype: those of the CPU are an upper bound.
+        self._width = {name: 0.5 if self._on_gpu and _is_half(s.dtype) else 1.0 for name, s in report.stages.items()}
         vae = self._configs.get("vae")
         has_stages = any(name.startswith("vae_tiles_") for name in engine.bundle.stages)
         can_tile = vae is not None and has_tiles(vae) and has_stages
@@ -182,7 +189,7 @@ class _Estimate:
             run = max(_encoder_bytes(self._configs["vae"], pixels) for pixels in work.encoded)
         else:
             run = self._decode(*size)
-        return _Need(weights, run)
+        return _Need(weights, int(self._width[stage] * run))
 
     def _decode(self, height: int, width: int) -> int:
         # The decoder's own estimate counts the weights as well.
@@ -190,9 +197,14 @@ class _Estimate:
 
     @property
     def _pictures(self) -> int:
-        if "vae_decoder" not in self._work.stages:
+        if "vae_decoder" not in self._work.stages or self._on_gpu:
             return 0
         return _PICTURE_BYTES * self._work.height * self._work.width * self._work.pictures
+
+
+def _is_half(dtype: str) -> bool:
+    """Whether a report's dtypes of weights and products are none but packed ones and halves."""
+    return "float32" not in dtype and "float16" in dtype
 
 
 def _text_encoder_bytes(config: Mapping[str, Any], tokens: int) -> int:

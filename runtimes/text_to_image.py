@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 
 from intaglio.engines.engine import Engine
-from intaglio.engines.memory import return_freed_memory, rss_bytes
+from intaglio.engines.memory import return_freed_memory, used_bytes
 from intaglio.engines.target import session_options
 from intaglio.errors import BundleError, InputError
 from intaglio.progress import Progress, ProgressCallback
@@ -71,7 +71,8 @@ class TextToImagePipeline:
 
     Stages are loaded when they are first needed, and stay until ``unload`` unless ``keep_loaded`` is False: each then
     leaves after its last use in a call. ``threads`` (of the target cpu) 0 takes one a core, ``compute_units`` (of
-    coreml) is ``all``, ``cpu``, ``cpu+gpu`` or ``cpu+ne``. ``memory_budget`` is what the process may come to, in bytes:
+    coreml) is ``all``, ``cpu``, ``cpu+gpu`` or ``cpu+ne``. ``memory_budget`` is what the process may come to, in bytes
+    (of a target on a GPU, what it may hold there):
     a call, or one of a part, then lets stages leave in turn and decodes in bands where that is needed, or raises
     InputError with the budget that would do. Raises BundleError for a bundle of another kind, InputError.
     """
@@ -90,7 +91,9 @@ class TextToImagePipeline:
         self.engine = engine
         self.model = PictureModel.of(engine.bundle, engine.bundle_path, engine.dims)
         self.memory_budget, self.keep_loaded = memory_budget, keep_loaded
-        self._how = session_options(engine.info.target, threads=threads, compute_units=compute_units)
+        self._how = session_options(
+            engine.info.target, threads=threads, compute_units=compute_units, memory_budget=memory_budget
+        )
         self._sessions: dict[str, Any] = {}
         # What the process grew by when a stage was loaded and run.
         self._held: dict[str, int] = {}
@@ -339,7 +342,7 @@ class TextToImagePipeline:
     def _planned(self, work: Work) -> Iterator[MemoryPlan]:
         """How ``work`` runs; what does not fit beside it leaves first, and what is not to stay leaves at the end."""
         check_stages(self.engine.bundle, self.engine.bundle_path, work.loaded)
-        process = rss_bytes() - sum(self._held.values())
+        process = self._used() - sum(self._held.values())
         plan = plan_memory(
             self.engine, work, self.memory_budget, keep_loaded=self.keep_loaded, process=process, held=self._held
         )
@@ -353,6 +356,9 @@ class TextToImagePipeline:
         finally:
             if not plan.keep_loaded:
                 self.unload()
+
+    def _used(self) -> int:
+        return used_bytes(self.engine.info.target)
 
     def _session(self, stage: str) -> Any:
         if stage not in self._sessions:
@@ -371,11 +377,11 @@ class TextToImagePipeline:
         def others() -> int:
             return sum(self._held.values()) - self._held.get(stage, 0)
 
-        grown = others() - rss_bytes()
+        grown = others() - self._used()
         try:
             yield
         finally:
-            grown += rss_bytes() - others()
+            grown += self._used() - others()
             self._held[stage] = self._held.get(stage, 0) + max(0, grown)
 
     @contextmanager

@@ -60,7 +60,7 @@ PackTernary = Annotated[
         "--pack-ternary", help="Pack the dense matrices of the blocks into 2 bits, which must be exactly ternary."
     ),
 ]
-Target = Annotated[str, typer.Option(help="What to compile for or run on: cpu, coreml.")]
+Target = Annotated[str, typer.Option(help="What to compile for or run on: cpu, coreml, tensorrt-rtx, cuda.")]
 Threads = Annotated[int, typer.Option(min=0, max=1024, help="Threads to run with; 0 takes one a core.")]
 
 

@@ -86,7 +86,8 @@ def run(
         bool | None, typer.Option("--truncate", help="Pictures: cut a prompt that is too long.", show_default=False)
     ] = None,
     memory_budget: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Pictures: memory to stay within, as 4GiB or 3500MiB.")
+        str | None,
+        typer.Option(metavar="SIZE", help="Pictures: memory to stay within, as 4GiB (a GPU's own)."),
     ] = None,
     tiled: Annotated[
         bool | None,

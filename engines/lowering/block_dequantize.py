@@ -94,12 +94,9 @@ class BlockDequantizePass(ir.passes.InPlacePass):
         assert x is not None and x.dtype is not None, f"{node.name}: an activation has a dtype"
         packed, build = self._packed(node), GraphBuilder(graph, str(output.name))
         dtype = x.dtype
-        if self._is_dense(packed, dtype):
-            weight_NK, has_rest = build.initializer(packed.dense(dtype)), False
-        else:
-            weight_NK, has_rest = _dequantized(build, packed, dtype), packed.has_rest
-        y = build("MatMul", [x, build("Transpose", [weight_NK], dtype, packed.shape[::-1], perm=[1, 0])], dtype)
-        if has_rest:
+        is_dense = self._is_dense(packed, dtype)
+        y = dense_product(build, packed, x, dtype) if is_dense else self._packed_product(build, packed, x, dtype)
+        if packed.has_rest and not is_dense:
             wide = ir.DataType.FLOAT
             y = build.cast(build("Add", [build.cast(y, wide), _rest_term(build, packed, x)], wide), dtype)
         y.shape = output.shape
@@ -110,12 +107,12 @@ class BlockDequantizePass(ir.passes.InPlacePass):
         assert indices is not None and indices.shape is not None, f"{node.name}: indices have a rank"
         packed, build = self._packed(node), GraphBuilder(graph, str(output.name))
         dtype, replaced = _dtype_of_rows(node)
-        if self._is_dense(packed, dtype):
-            table_VK, has_rest = build.initializer(packed.dense(dtype)), False
+        is_dense = self._is_dense(packed, dtype)
+        if is_dense:
+            rows = build("Gather", [build.initializer(packed.dense(dtype)), indices], dtype, axis=0)
         else:
-            table_VK, has_rest = _dequantized(build, packed, dtype), packed.has_rest
-        rows = build("Gather", [table_VK, indices], dtype, axis=0)
-        if has_rest:
+            rows = self._packed_rows(build, packed, indices, dtype)
+        if packed.has_rest and not is_dense:
             zeros = [0] * indices.shape.rank()
             rests = build("Gather", [build.initializer(packed.rests(dtype)), indices], dtype, axis=0)
             in_groups = build("Reshape", [rows, build.int64([*zeros, packed.groups, packed.format.group_size])], dtype)
@@ -127,6 +124,27 @@ class BlockDequantizePass(ir.passes.InPlacePass):
             graph.remove(cast, safe=True)
         output.dtype = dtype
         build.replace(node, rows)
+
+    def _packed_product(self, build: GraphBuilder, packed: PackedBlocks, x: ir.Value, dtype: ir.DataType) -> ir.Value:
+        """``x`` times the weight's values and scales, without its rests."""
+        return _product(build, packed, x, _dequantized(build, packed, dtype), dtype)
+
+    def _packed_rows(
+        self, build: GraphBuilder, packed: PackedBlocks, indices: ir.Value, dtype: ir.DataType
+    ) -> ir.Value:
+        """Rows of the table, likewise."""
+        return build("Gather", [_dequantized(build, packed, dtype), indices], dtype, axis=0)
+
+
+def dense_product(build: GraphBuilder, packed: PackedBlocks, x: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """``x`` times the whole weight, which is unpacked when the graph is written."""
+    return _product(build, packed, x, build.initializer(packed.dense(dtype)), dtype)
+
+
+def _product(
+    build: GraphBuilder, packed: PackedBlocks, x: ir.Value, weight_NK: ir.Value, dtype: ir.DataType
+) -> ir.Value:
+    return build("MatMul", [x, build("Transpose", [weight_NK], dtype, packed.shape[::-1], perm=[1, 0])], dtype)
 
 
 def _dequantized(build: GraphBuilder, packed: PackedBlocks, dtype: ir.DataType) -> ir.Value:

@@ -26,7 +26,8 @@ _RECORD_FROM = 2
 class Bound:
     """Inputs and outputs of these ``shapes``, in memory that is taken once.
 
-    Inputs that are ``cached`` are buffers that each run is given, and that it changes. Raises EngineError, InputError beyond the ``budget``.
+    Inputs that are ``cached`` are buffers that each run is given, and that it changes. Raises EngineError, InputError
+    beyond the ``budget``.
     """
 
     def __init__(

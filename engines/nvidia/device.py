@@ -69,7 +69,10 @@ class Device:
             )
 
     def allocate(self, nbytes: int, what: str, budget: int | None = None) -> Memory:
-        """Memory on the GPU, not set to anything. Raises InputError beyond the ``budget``, EngineError where it is full."""
+        """Memory on the GPU, not set to anything.
+
+        Raises InputError beyond the ``budget``, EngineError where the GPU is full.
+        """
         size = -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
         self.check_budget(size, what, budget)
         code, address = self._driver.cuMemAlloc(size)

@@ -30,34 +30,35 @@ def import_driver() -> Any:
 
 
 def open_driver() -> Any:
-    """The driver's bindings, after ``cuInit``. Raises EngineError that says what was looked for, RuntimeMissingError."""
+    """The driver's bindings, ready. Raises EngineError that says what was looked for, RuntimeMissingError."""
+    check_gpu()
     driver = import_driver()
-    if (missing := missing_library()) is not None:
-        raise EngineError(f"there is no NVIDIA GPU to run on: {missing}, and {device_files()}. {_WHAT_WOULD_DO}")
-    try:
-        (code,) = driver.cuInit(0)
-    except Exception as error:  # the bindings' own loader
-        raise EngineError(f"NVIDIA's driver cannot be loaded: {error}; {device_files()}. {_WHAT_WOULD_DO}") from error
-    if int(code) != 0:
-        raise EngineError(
-            f"there is no NVIDIA GPU to run on: {_LIBRARY} is there, and cuInit gives {int(code)} "
-            f"({error_name(driver, code)}); {device_files()}. {_WHAT_WOULD_DO}"
-        )
-    count = call(driver, "cuDeviceGetCount")
-    if not count:
-        raise EngineError(
-            f"there is no NVIDIA GPU to run on: the driver counts none; {device_files()}. {_WHAT_WOULD_DO}"
-        )
+    call(driver, "cuInit", 0)
     return driver
 
 
-def missing_library() -> str | None:
-    """Why the driver's library cannot be loaded; None if it can."""
+def check_gpu() -> None:
+    """Raises EngineError where there is no GPU that CUDA shows, which says what was looked for. Needs no bindings."""
+    none = "there is no NVIDIA GPU to run on"
     try:
-        ctypes.CDLL(_LIBRARY)
+        library = ctypes.CDLL(_LIBRARY)
     except OSError as error:
-        return f"the driver's library {_LIBRARY} cannot be loaded ({error})"
-    return None
+        raise EngineError(
+            f"{none}: the driver's library {_LIBRARY} cannot be loaded ({error}), and {device_files()}. "
+            f"{_WHAT_WOULD_DO}"
+        ) from error
+    code = library.cuInit(0)
+    if code != 0:
+        name = ctypes.c_char_p()
+        known = library.cuGetErrorName(code, ctypes.byref(name)) == 0 and name.value is not None
+        said = name.value.decode() if known and name.value else "unknown"
+        raise EngineError(
+            f"{none}: {_LIBRARY} is there, but its cuInit gives {code} ({said}), and {device_files()}. {_WHAT_WOULD_DO}"
+        )
+    count = ctypes.c_int()
+    code = library.cuDeviceGetCount(ctypes.byref(count))
+    if code != 0 or count.value < 1:
+        raise EngineError(f"{none}: the driver counts {count.value}, and {device_files()}. {_WHAT_WOULD_DO}")
 
 
 def device_files() -> str:

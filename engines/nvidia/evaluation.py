@@ -20,7 +20,9 @@ from intaglio.exporters.bundle import Dim
 class LoweredGraph:
     """The face of a session over the lowered graph of a stage, whose cache is in buffers of ``context`` tokens.
 
-    bfloat16, of which onnxruntime's CPU has no product, is widened to float32. Raises EngineError, CompileError, RuntimeMissingError."""
+    bfloat16, of which onnxruntime's CPU has no product, is widened to float32. Raises EngineError, CompileError,
+    RuntimeMissingError.
+    """
 
     def __init__(
         self,

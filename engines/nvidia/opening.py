@@ -67,6 +67,6 @@ def check_rtx_capability(device: Device, sm: Sequence[int], again: str) -> None:
         )
     if not sm and has < _PORTABLE_SINCE:
         raise EngineError(
-            f"the engine is portable from compute capability {_PORTABLE_SINCE / 10} on, and {device.name} has {has / 10}; "
-            f"build again with --sm {has}: {again}"
+            f"the engine is portable from compute capability {_PORTABLE_SINCE / 10} on, and {device.name} has "
+            f"{has / 10}; build again with --sm {has}: {again}"
         )

@@ -112,7 +112,7 @@ def test_previews_references_and_starts_count(pipe: TextToImagePipeline) -> None
 @pytest.fixture
 def small_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that holds nothing, so that plans depend on the pictures alone."""
-    monkeypatch.setattr(text_to_image, "rss_bytes", lambda: 0)
+    monkeypatch.setattr(text_to_image, "used_bytes", lambda target: 0)
 
 
 def test_what_earlier_calls_left_leaves_first(klein: Path, small_process: None) -> None:
@@ -225,7 +225,7 @@ def test_the_process_counts_and_its_own_stages_do_not(klein: Path, monkeypatch: 
     pipe = intaglio.load(klein, memory_budget=4 << 30)
     pipe(PROMPT, seed=1, **SMALL)
     assert sum(pipe._held.values()) > 0
-    monkeypatch.setattr(text_to_image, "rss_bytes", lambda: 8 << 30)
+    monkeypatch.setattr(text_to_image, "used_bytes", lambda target: 8 << 30)
     with pytest.raises(InputError, match=r"the memory budget is 4096 MiB, .* 8\d{3} of them for the process itself"):
         pipe(PROMPT, seed=1, **SMALL)
     # What stages hold makes room once they leave.

@@ -1,9 +1,11 @@
 """Stands in for a GPU: CUDA's driver over NumPy memory, and TensorRT's runtime over onnxruntime.
 
 An "engine" is the lowered graph with its profiles, which the build writes where TensorRT would write a plan. The names
-are those of the real bindings: ``test_session`` compares them. Work on the stream is done when it is waited for, so that
-what does not wait finds nothing; memory is filled with what is no number, so that what nobody wrote is seen.
+are those of the real bindings: ``test_session`` compares them. Work on the stream is done when it is waited for, so
+that what does not wait finds nothing; memory is filled with what is no number, so that what nobody wrote is seen.
 """
+
+# ruff: noqa: N802 - names are CUDA's and TensorRT's
 
 from __future__ import annotations
 
@@ -316,6 +318,7 @@ class ICudaEngine:
         options = ort.SessionOptions()
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.log_severity_level = 4
+        options.intra_op_num_threads = 1
         data = ir.serde.serialize_model(model).SerializeToString()
         self.session = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
 
@@ -377,7 +380,7 @@ class IExecutionContext:
 
     def update_device_memory_size_for_shapes(self) -> int:
         assert not self.infer_shapes()
-        return 4 * sum(int(np.prod(shape)) for shape in self._shapes.values())
+        return 64 * sum(int(np.prod(shape)) for shape in self._shapes.values())
 
     def set_device_memory(self, memory: int, size: int) -> None:
         assert size >= self.update_device_memory_size_for_shapes()

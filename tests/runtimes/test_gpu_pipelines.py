@@ -1,0 +1,144 @@
+"""Pictures and texts through sessions on a GPU that is stood in for: those of the CPU, from the graph TensorRT gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_checkpoint
+from gpu_stand_in import TensorRT, stand_in
+from klein_pipeline import pixels
+
+import intaglio
+from intaglio.engines.engine import open_engine
+from intaglio.engines.target import session_options
+from intaglio.errors import EngineError, InputError
+
+ROOT = Path(__file__).parents[2]
+STAGES = ("text_encoder", "transformer", "vae_decoder")
+OPTIONS: dict[str, Any] = {"seed": 3, "num_inference_steps": 3, "guidance_scale": 3.0}
+CONTEXT = 160
+
+
+@pytest.fixture(params=["tensorrt-rtx", "tensorrt"])
+def trt(request: pytest.FixtureRequest) -> Iterator[TensorRT]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield stand_in(patch, is_rtx=request.param == "tensorrt-rtx")
+
+
+@pytest.fixture(scope="module")
+def painter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo painter, compiled for the CPU and the stand-in; for reading only."""
+    folder = tmp_path_factory.mktemp("painter") / "bundle"
+    intaglio.export(ROOT / "demo" / "emoji", folder, stages=STAGES)
+    intaglio.compile(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in(patch)
+        intaglio.compile(folder, "tensorrt-rtx", shapes="batch=1:1:2,height=64,width=64")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny decoder, likewise."""
+    folder = tmp_path_factory.mktemp("decoder")
+    checkpoint = tiny_checkpoint.write(folder / "checkpoint", config={"max_position_embeddings": CONTEXT})
+    intaglio.export(checkpoint, folder / "bundle")
+    intaglio.compile(folder / "bundle")
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in(patch)
+        intaglio.compile(folder / "bundle", "tensorrt-rtx", shapes="batch=1:1:2")
+    return folder / "bundle"
+
+
+def test_a_picture_is_that_of_the_cpu(painter: Path, trt: TensorRT) -> None:
+    pipe = intaglio.load(painter, "tensorrt-rtx")
+    found, expected = pipe("red apple", **OPTIONS), intaglio.load(painter, threads=1)("red apple", **OPTIONS)
+    assert np.linalg.norm(found.latents - expected.latents) <= 1e-5 * np.linalg.norm(expected.latents)
+    assert np.abs(pixels(found.images) - pixels(expected.images)).max() <= 1
+    # Six runs of the transformer, of which all but the first are recorded ones.
+    assert trt.driver.launches == (0 if trt.is_rtx else 5 + 1)
+    pipe.unload()
+    assert trt.driver.used == 0
+
+
+def test_stages_leave_in_turn_within_a_budget(painter: Path, trt: TensorRT) -> None:
+    most = intaglio.load(painter, "tensorrt-rtx", memory_budget=1 << 30)
+    expected = most("red apple", **OPTIONS)
+    assert {*most._sessions} == set(STAGES), "all fit"
+    largest = max((painter / "engines" / "tensorrt-rtx" / f"{stage}.engine").stat().st_size for stage in STAGES)
+    pipe = intaglio.load(painter, "tensorrt-rtx", memory_budget=largest + (2 << 20))
+    most.unload()
+    np.testing.assert_array_equal(pipe("red apple", **OPTIONS).latents, expected.latents)
+    assert (pipe._sessions, trt.driver.used) == ({}, 0)
+    with pytest.raises(InputError, match=r"the memory budget is 1 MiB of the GPU, and .* needs \d+ MiB beside the"):
+        intaglio.load(painter, "tensorrt-rtx", memory_budget=1 << 20)("red apple", **OPTIONS)
+
+
+@pytest.mark.parametrize("writes_in_place", [True, False])
+def test_texts_are_those_of_the_cpu(writer: Path, trt: TensorRT, writes_in_place: bool) -> None:
+    trt.writes_in_place = writes_in_place
+    ours, theirs = intaglio.load(writer, "tensorrt-rtx"), intaglio.load(writer, threads=1)
+    for prompt in ("The capital of France is", "x", "a" * 70):
+        assert ours(prompt, max_new_tokens=8) == theirs(prompt, max_new_tokens=8)
+    together = ["To be or not to be", "a"]
+    assert ours.batch(together, max_new_tokens=4) == theirs.batch(together, max_new_tokens=4)
+    np.testing.assert_allclose(ours.score("that is").logprobs, theirs.score("that is").logprobs, rtol=1e-4, atol=1e-4)
+    assert (trt.driver.launches > 12) == (not trt.is_rtx), "steps are recorded ones"
+
+
+def test_a_cache_that_is_given_whole(writer: Path, trt: TensorRT) -> None:
+    stage = open_engine(writer, "tensorrt-rtx").load("generate")
+    reference = open_engine(writer).load("generate", threads=1)
+    rng = np.random.default_rng()
+    feeds: dict[str, np.ndarray] = {
+        "input_ids": rng.integers(0, 256, (2, 3)),
+        "attention_mask": np.ones((2, 8), np.int64),
+        "position_ids": np.tile(np.arange(5, 8), (2, 1)),
+    }
+    for tensor in stage.stage.inputs:
+        if tensor.name.startswith("past_key_values."):
+            shape = [2, tensor.shape[1], 5, tensor.shape[3]]
+            feeds[tensor.name] = rng.standard_normal(shape).astype(np.float32)
+    found, expected = stage.run(feeds), reference.run(feeds)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.linalg.norm(found[name] - value) <= 1e-5 * np.linalg.norm(value), name
+
+
+def test_a_context_that_is_full(writer: Path, trt: TensorRT) -> None:
+    stage = open_engine(writer, "tensorrt-rtx").load("generate")
+    cache = stage.new_cache(1)
+    cache.length = CONTEXT - 1
+    feeds = {
+        "input_ids": np.zeros((1, 2), np.int64),
+        "attention_mask": np.ones((1, CONTEXT + 1), np.int64),
+        "position_ids": np.zeros((1, 2), np.int64),
+    }
+    with pytest.raises(InputError, match=r"total_sequence is 161, and the engine was compiled for 1 to 160\. Compile"):
+        stage.run_with_cache(feeds, ["logits"], cache)
+    assert cache.length == CONTEXT - 1
+
+
+def test_no_gpu_is_said_with_what_was_looked_for(painter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from intaglio.engines import tensorrt_rtx
+    from intaglio.engines.nvidia import driver
+
+    def absent(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(driver.ctypes, "CDLL", absent)
+    with pytest.raises(
+        EngineError, match=r"no NVIDIA GPU to run on: the driver's library lib\S+ cannot be loaded .*/dev/"
+    ):
+        tensorrt_rtx.check_runs()
+
+
+def test_the_budget_is_told_to_targets_on_a_gpu_alone() -> None:
+    assert session_options("tensorrt-rtx", memory_budget=5) == {"memory_budget": 5}
+    assert session_options("cpu", memory_budget=5) == session_options("tensorrt-rtx") == {}
+    with pytest.raises(InputError, match="threads is for the target cpu, and this one is tensorrt-rtx"):
+        session_options("tensorrt-rtx", threads=1)
