@@ -55,7 +55,7 @@ def compile_bundle(
     reports = {}
     with replaced_folder(engine_path(folder, target)) as partial:
         for stage, identity in identities.items():
-            reports[stage] = _build_stage(folder, described, stage, identity, module, partial)
+            reports[stage] = _build_stage(folder, described, stage, identity, module, partial, progress)
             count.advance(1)
         notes = finish(partial, folder, described, wanted.shapes) if finish is not None else ()
         artifacts = {stage: module.digest(partial / f"{stage}{module.SUFFIX}") for stage in identities}
@@ -67,7 +67,13 @@ def compile_bundle(
 
 
 def _build_stage(
-    folder: Path, bundle: Bundle, stage: str, identity: Identity, module: Target, partial: Path
+    folder: Path,
+    bundle: Bundle,
+    stage: str,
+    identity: Identity,
+    module: Target,
+    partial: Path,
+    progress: ProgressCallback | None,
 ) -> StageReport:
     artifact = partial / f"{stage}{module.SUFFIX}"
     cached = cache.fetch(identity.key(), artifact)
@@ -81,7 +87,7 @@ def _build_stage(
     _log.info("%s: building %s", stage, identity.key())
     source = folder / bundle.stages[stage].file
     _check_graph(source, bundle.stages[stage].sha256)
-    report = module.build(source, artifact, bundle.stages[stage], identity)
+    report = module.build(source, artifact, bundle.stages[stage], identity, progress)
     cache.store(identity.key(), artifact, report.model_dump(exclude={"from_cache"}))
     return report
 

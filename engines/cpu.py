@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 
     from intaglio.engines.identity import Identity
     from intaglio.engines.onnx_file import OnnxFile
+    from intaglio.progress import ProgressCallback
 
 ACCURACIES = ("exact", "fast")
 SUFFIX = ".onnx"
 # The engine of an ONNX file is that file.
 KEEPS_MODEL = True
+SOURCES = ("cpu.py",)
 # Whose operators it has, besides those of ONNX itself.
 DOMAINS = frozenset(
     {
@@ -180,7 +182,13 @@ def runs_as(stage: StageInfo) -> StageInfo:
     return stage.model_copy(update={"inputs": widened(stage.inputs), "outputs": widened(stage.outputs)})
 
 
-def build(graph: Path, artifact: Path, stage: StageInfo, identity: Identity) -> StageReport:
+def build(
+    graph: Path,
+    artifact: Path,
+    stage: StageInfo,
+    identity: Identity,
+    progress: ProgressCallback | None = None,
+) -> StageReport:
     """Lowers the portable ``graph`` to ``artifact``, loads that and runs it once at the smallest shapes, in a child
     process: a compiler can crash. Raises CompileError with the child's own message.
     """

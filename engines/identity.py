@@ -79,11 +79,8 @@ def make_identity(graph_sha256: str, weights_sha256: str, dtype: str, wanted: Wa
 def _lowering_hash(target: str) -> str:
     # A change of the target or its passes changes engines without changing any version.
     folder, digest = Path(__file__).parent, hashlib.sha256()
-    own = folder / target
-    # What evaluates a package has no part in building it.
-    parts = [file for file in own.rglob("*.py") if "evaluator" not in file.relative_to(own).parts]
-    files = [folder / f"{target}.py", *parts, *(folder / "lowering").glob("*.py")]
-    for file in sorted(file for file in files if file.is_file()):
+    files = (folder / "lowering").glob("*.py"), *map(folder.glob, target_module(target).SOURCES)
+    for file in sorted({file for found in files for file in found}):
         digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 

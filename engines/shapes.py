@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from intaglio.errors import InputError
-from intaglio.exporters.bundle import Dim, evaluate_dim
+from intaglio.exporters.bundle import Dim, evaluate_dim, expression_names
 
 
 class Tensor(Protocol):
@@ -55,12 +55,32 @@ def override_dims(dims: Mapping[str, Dim], shapes: str | None) -> dict[str, Dim]
 
 def smallest_sizes(dims: Mapping[str, Dim]) -> dict[str, int]:
     """The least size of every dim; dependent ones follow from the others."""
-    sizes = {name: dim.min for name, dim in dims.items() if dim.expression is None}
-    for name, dim in dims.items():
-        if dim.expression is not None:
-            size = evaluate_dim(dim.expression, sizes)
-            sizes[name] = dim.min if size is None else size
+    return sizes_at(dims, {name: dim.min for name, dim in dims.items()})
+
+
+def largest_sizes(dims: Mapping[str, Dim]) -> dict[str, int]:
+    """The greatest size of every dim, likewise."""
+    return sizes_at(dims, {name: dim.max for name, dim in dims.items()})
+
+
+def best_sizes(dims: Mapping[str, Dim]) -> dict[str, int]:
+    """The size that every dim is best at, which is its least where the table does not say."""
+    return sizes_at(dims, {name: dim.min if dim.opt is None else dim.opt for name, dim in dims.items()})
+
+
+def sizes_at(dims: Mapping[str, Dim], chosen: Mapping[str, int]) -> dict[str, int]:
+    """The size of every dim: as ``chosen``, or what a dependent one comes to, within its own bounds."""
+    sizes = dict[str, int]()
+    # Some dims that depend on others depend on such themselves.
+    for name, dim in sorted(dims.items(), key=lambda item: _depth(item[0], dims)):
+        size = None if dim.expression is None else evaluate_dim(dim.expression, sizes)
+        sizes[name] = chosen[name] if size is None else min(max(size, dim.min), dim.max)
     return sizes
+
+
+def _depth(name: str, dims: Mapping[str, Dim]) -> int:
+    expression = dims[name].expression if name in dims else None
+    return 0 if expression is None else 1 + max((_depth(each, dims) for each in expression_names(expression)), default=0)
 
 
 def check_feeds(

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from intaglio.engines.report import StageReport
     from intaglio.engines.shapes import Interface
     from intaglio.exporters.bundle import Dim, StageInfo
+    from intaglio.progress import ProgressCallback
 
-TARGETS = ("cpu", "coreml")
+TARGETS = ("cpu", "coreml", "tensorrt-rtx")
 
 
 class Target(Protocol):
@@ -25,6 +26,7 @@ class Target(Protocol):
     ``ACCURACIES`` are those it has, ``DOMAINS`` those of whose operators it knows, besides ONNX's own, ``INPUT_DTYPES``
     what its inputs and outputs may be. A stage is built into one file or folder, called ``stage`` + ``SUFFIX``; of an
     ONNX file, the engine ``KEEPS_MODEL`` and builds nothing beside it, or is such a file or folder as well.
+    ``SOURCES`` are the modules and folders of this room that decide what is built.
     """
 
     ACCURACIES: tuple[str, ...]
@@ -32,6 +34,7 @@ class Target(Protocol):
     INPUT_DTYPES: frozenset[str]
     SUFFIX: str
     KEEPS_MODEL: bool
+    SOURCES: tuple[str, ...]
 
     def compiler(self) -> str:
         """Name and version of what builds. Raises RuntimeMissingError."""
@@ -48,8 +51,18 @@ class Target(Protocol):
     def digest(self, artifact: Path) -> str:
         """A hash that tells whether a built stage is the one that was built. Raises OSError."""
 
-    def build(self, graph: Path, artifact: Path, stage: StageInfo, identity: Identity) -> StageReport:
-        """Builds the portable ``graph``, whose weights lie beside it, into ``artifact``. Raises CompileError."""
+    def build(
+        self,
+        graph: Path,
+        artifact: Path,
+        stage: StageInfo,
+        identity: Identity,
+        progress: ProgressCallback | None = None,
+    ) -> StageReport:
+        """Builds the portable ``graph``, whose weights lie beside it, into ``artifact``.
+
+        ``progress`` is told how far a long build is. Raises CompileError, CancelledError.
+        """
 
     def build_model(
         self, graph: Path, artifact: Path, described: OnnxFile, identity: Identity, given: frozenset[str]
@@ -67,7 +80,7 @@ class Target(Protocol):
 
 
 # What may be said of how a target's sessions run, by the name that its ``load`` takes.
-_SESSION_OPTIONS = {"cpu": "threads", "coreml": "compute_units"}
+_SESSION_OPTIONS = {"cpu": "threads", "coreml": "compute_units", "tensorrt-rtx": ""}
 
 
 def session_options(target: str, *, threads: int = 0, compute_units: str | None = None) -> dict[str, Any]:
@@ -88,4 +101,4 @@ def target_module(name: str) -> Target:
     """The module of a target. Raises InputError."""
     if name not in TARGETS:
         raise InputError(f"the target {name!r} is unknown; there are {', '.join(TARGETS)}")
-    return cast(Target, importlib.import_module(f"intaglio.engines.{name}"))
+    return cast(Target, importlib.import_module(f"intaglio.engines.{name.replace('-', '_')}"))

@@ -23,6 +23,7 @@ from intaglio.kernels.grouped_quant import DOMAIN
 if TYPE_CHECKING:
     from intaglio.engines.identity import Identity
     from intaglio.engines.onnx_file import OnnxFile
+    from intaglio.progress import ProgressCallback
     from intaglio.engines.shapes import Interface
     from intaglio.exporters.bundle import Dim, StageInfo
 
@@ -34,6 +35,8 @@ INPUT_DTYPES = frozenset(
 )
 SUFFIX = ".mlpackage"
 KEEPS_MODEL = False
+# What evaluates a package has no part in building it.
+SOURCES = ("coreml/*.py", "coreml/ops/*.py")
 
 
 def compiler() -> str:
@@ -72,7 +75,13 @@ def digest(artifact: Path) -> str:
     return found.hexdigest()
 
 
-def build(graph: Path, artifact: Path, stage: StageInfo, identity: Identity) -> StageReport:
+def build(
+    graph: Path,
+    artifact: Path,
+    stage: StageInfo,
+    identity: Identity,
+    progress: ProgressCallback | None = None,
+) -> StageReport:
     """Converts the portable ``graph`` into the package ``artifact``, in a child process: that bounds what it holds.
 
     Raises CompileError, RuntimeMissingError with the child's own message.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from intaglio.engines.model_engine import NO_MAXIMUM
-from intaglio.exporters.bundle import Dim, evaluate_dim, expression_names
+from intaglio.engines.shapes import largest_sizes, smallest_sizes
+from intaglio.exporters.bundle import Dim
 
 # Tokens that a key-value cache has room for unless somebody asks for another number: its buffers are held whole.
 CONTEXT = 2048
@@ -34,30 +35,14 @@ def conversion_dims(dims: Mapping[str, Dim], used: Sequence[str]) -> dict[str, i
 
     A dim without a greatest size is left out: conversion says so of the input that has it.
     """
-    least, largest = _extremes(dims)
+    # Expressions are sums and products: they rise with their parts.
+    least, largest = smallest_sizes(dims), largest_sizes(dims)
     result: dict[str, int | Dim] = {}
     for name in used:
         if name in dims and dims[name].max != NO_MAXIMUM:
             low, high = least[name], largest[name]
             result[name] = low if low == high else Dim(min=low, max=high)
     return result
-
-
-def _extremes(dims: Mapping[str, Dim]) -> tuple[dict[str, int], dict[str, int]]:
-    """The least and the largest size of each dim. Expressions are sums and products: they rise with their parts."""
-    least, largest = dict[str, int](), dict[str, int]()
-    # Some dims that depend on others depend on such themselves.
-    for name, dim in sorted(dims.items(), key=lambda item: _depth(item[0], dims)):
-        least[name], largest[name] = dim.min, dim.max
-        if dim.expression is not None:
-            least[name] = max(dim.min, evaluate_dim(dim.expression, least) or dim.min)
-            largest[name] = min(dim.max, evaluate_dim(dim.expression, largest) or dim.max)
-    return least, largest
-
-
-def _depth(name: str, dims: Mapping[str, Dim]) -> int:
-    expression = dims[name].expression if name in dims else None
-    return 0 if expression is None else 1 + max(_depth(each, dims) for each in expression_names(expression))
 
 
 def function_name(dims: Mapping[str, int | Dim], others: Sequence[Mapping[str, int | Dim]]) -> str:

@@ -36,8 +36,12 @@ class Progress:
     def advance(self, units: int) -> None:
         """``units`` more are done."""
         self._done += units
-        if self._callback is None:
-            return
-        answer = self._callback(ProgressEvent(self._task, self._done, self._total, self._unit))
-        if isinstance(answer, bool | np.bool_) and not answer:  # 0 and None go on
-            raise CancelledError(f"{self._task}: cancelled after {self._done} of {self._total} {self._unit}")
+        if self._callback is not None:
+            tell(self._callback, ProgressEvent(self._task, self._done, self._total, self._unit))
+
+
+def tell(callback: ProgressCallback, event: ProgressEvent) -> None:
+    """Calls back. Raises CancelledError where the answer is False."""
+    answer = callback(event)
+    if isinstance(answer, bool | np.bool_) and not answer:  # 0 and None go on
+        raise CancelledError(f"{event.task}: cancelled after {event.done} of {event.total} {event.unit}")

@@ -1,0 +1,1 @@
+"""What the targets for NVIDIA GPUs share."""

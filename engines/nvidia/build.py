@@ -1,0 +1,160 @@
+"""The child process that builds a TensorRT engine: a request on stdin, lines of JSON on stdout, the last the result."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from intaglio.engines.child import REFUSED, say_progress
+from intaglio.engines.memory import peak_rss_bytes
+from intaglio.engines.nvidia.bindings import import_tensorrt_rtx
+from intaglio.engines.nvidia.lower import lower, save_lowered
+from intaglio.engines.nvidia.options import BFLOAT16_SINCE, INT4_SINCE, RtxOptions
+from intaglio.engines.nvidia.profiles import Range, profile
+from intaglio.engines.nvidia.stats import handed_over
+from intaglio.errors import CompileError, IntaglioError
+from intaglio.exporters.bundle import Dim, TensorInfo
+
+# The last that TensorRT said, for the error.
+_MOST_SAID = 3
+
+
+def build(graph: Path, artifact: Path, profiles: Sequence[Mapping[str, Range]], options: RtxOptions) -> dict[str, Any]:
+    """Lowers ``graph`` and builds ``artifact`` of it; what the report says. Raises CompileError."""
+    try:
+        model = ir.load(graph)
+    except Exception as error:  # protobuf's and onnx_ir's own
+        raise CompileError(f"{graph}: cannot be read as ONNX ({error})") from error
+    notes = lower(model, graph.stem)
+    handed = handed_over(model)
+    _check_capabilities(graph.stem, handed.dtypes, options.sm)
+    with tempfile.TemporaryDirectory(prefix=".lowered-", dir=artifact.parent) as folder:
+        lowered = Path(folder) / f"{graph.stem}.onnx"
+        save_lowered(model, lowered)
+        del model
+        plan = _build_plan(graph.stem, lowered, profiles, options)
+        artifact.write_bytes(plan)
+    return {**handed.for_report(), "notes": notes, "engine_bytes": artifact.stat().st_size}
+
+
+def _check_capabilities(name: str, dtypes: Sequence[str], sm: Sequence[int]) -> None:
+    for dtype, since in (("int4", INT4_SINCE), ("bfloat16", BFLOAT16_SINCE)):
+        if dtype in dtypes and (older := [each for each in sm if each < since]):
+            raise CompileError(
+                f"{name}: holds {dtype}, which compute capability {older[0] / 10} lacks; it begins at {since / 10}. "
+                f"Leave {older[0]} out of --sm, or compile for another target, such as cpu"
+            )
+
+
+def _build_plan(
+    name: str, lowered: Path, profiles: Sequence[Mapping[str, Range]], options: RtxOptions
+) -> memoryview:
+    trt = import_tensorrt_rtx()
+    said: list[str] = []
+    builder = trt.Builder(_logger(trt, said))
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, builder.logger)
+    if not parser.parse_from_file(str(lowered)):
+        raise CompileError(f"{name}: TensorRT cannot read the graph: {_parser_errors(parser)}")
+    config = builder.create_builder_config()
+    # A first weight that is read and a tactic that is timed need a driver: here nothing is timed.
+    config.progress_monitor = _monitor(trt, name)
+    if options.sm:
+        config.num_compute_capabilities = len(options.sm)
+        for i, sm in enumerate(options.sm):
+            config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), i)
+    for ranges in profiles:
+        config.add_optimization_profile(_profile(builder, network, ranges, name))
+    plan = builder.build_serialized_network(network, config)
+    if plan is None:
+        raise CompileError(f"{name}: TensorRT cannot build it: {'; '.join(said[-_MOST_SAID:]) or 'it does not say why'}")
+    return memoryview(plan)
+
+
+def _profile(builder: Any, network: Any, ranges: Mapping[str, Range], name: str) -> Any:
+    made = builder.create_optimization_profile()
+    for i in range(network.num_inputs):
+        tensor = network.get_input(i)
+        if tensor.name not in ranges:
+            raise CompileError(f"{name}: lowering made an input {tensor.name!r}, whose sizes nothing says")
+        found = ranges[tensor.name]
+        if -1 in tuple(tensor.shape):
+            made.set_shape(tensor.name, found.min, found.opt, found.max)
+    return made
+
+
+def _logger(trt: Any, said: list[str]) -> Any:
+    class Logger(trt.ILogger):  # type: ignore[misc, name-defined]
+        """Keeps what went wrong."""
+
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR):
+                said.append(" ".join(message.split()))
+                # Of a crash, what stderr ends with is all that is left.
+                sys.stderr.write(said[-1] + "\n")
+                sys.stderr.flush()
+
+    return Logger()
+
+
+def _monitor(trt: Any, name: str) -> Any:
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc, name-defined]
+        """Tells the parent how far the outermost phase is."""
+
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self._steps: dict[str, int] = {}
+            self._outer = ""
+
+        def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
+            self._steps[phase] = steps
+            if not parent:
+                self._outer = phase
+
+        def step_complete(self, phase: str, step: int) -> bool:
+            if phase == self._outer:
+                say_progress(f"build {name}", step + 1, self._steps[phase], "steps")
+            return True
+
+        def phase_finish(self, phase: str) -> None:
+            self._steps.pop(phase, None)
+
+    return Monitor()
+
+
+def _parser_errors(parser: Any) -> str:
+    errors = [parser.get_error(i) for i in range(parser.num_errors)]
+    return "; ".join(
+        f"{error.desc()} (node {error.node_name() or error.node()}, {error.node_operator() or 'no op'})"
+        for error in errors[:_MOST_SAID]
+    )
+
+
+def main() -> int:
+    """Builds what stdin asks for; 2 and a message on stderr if it cannot be built."""
+    request = json.load(sys.stdin)
+    graph, artifact = Path(request["graph"]), Path(request["artifact"])
+    try:
+        inputs = [TensorInfo.model_validate(each) for each in request["inputs"]]
+        dims = [{name: Dim.model_validate(dim) for name, dim in each.items()} for each in request["variants"]]
+        result = build(
+            graph, artifact, [profile(inputs, each) for each in dims], RtxOptions.model_validate(request["options"])
+        )
+    except IntaglioError as error:
+        sys.stderr.write(" ".join(str(error).split()) + "\n")
+        return REFUSED
+    sys.stdout.write(json.dumps({**result, "peak_rss_bytes": peak_rss_bytes()}) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

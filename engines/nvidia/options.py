@@ -1,0 +1,51 @@
+"""What can be chosen of a TensorRT engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+
+from intaglio.errors import InputError
+
+# What TensorRT for RTX compiles for: consumer GPUs from Turing to Blackwell.
+RTX_CAPABILITIES = (75, 80, 86, 89, 120, 121)
+# The first that has the type, as a compute capability.
+INT4_SINCE = BFLOAT16_SINCE = 80
+
+
+class RtxOptions(BaseModel):
+    """``sm`` are compute capabilities, as 86 for 8.6; none is the portable set, of every GPU from Ampere on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sm: tuple[int, ...] = ()
+
+    @field_validator("sm", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        return sorted({int(part) for part in value.split(",") if part.strip()})
+
+    @field_validator("sm")
+    @classmethod
+    def _known(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if unknown := [sm for sm in value if sm not in RTX_CAPABILITIES]:
+            raise ValueError(f"{unknown[0]} is unknown")
+        return value
+
+
+def read_rtx_options(given: Mapping[str, str]) -> RtxOptions:
+    """The options of these values. Raises InputError saying what there is."""
+    try:
+        return RtxOptions.model_validate(dict(given))
+    except ValidationError as error:
+        name = str(error.errors()[0]["loc"][0])
+        if name != "sm":
+            raise InputError(f"--{name.replace('_', '-')}: is no option of the target tensorrt-rtx") from error
+        known = ", ".join(map(str, RTX_CAPABILITIES))
+        raise InputError(
+            f"--sm is {given['sm']!r}, expected numbers among {known}, comma-separated: 86 is compute capability 8.6. "
+            "GPUs of datacentres (90, 100) take the target tensorrt"
+        ) from error

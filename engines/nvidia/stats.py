@@ -1,0 +1,92 @@
+"""What a lowered graph hands to TensorRT, for the report: an engine cannot be looked into without a driver."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+_QUANTIZED = {ir.DataType.INT4: "int4", ir.DataType.UINT4: "uint4", ir.DataType.INT8: "int8"}
+
+
+@dataclass(frozen=True)
+class HandedOver:
+    """``quantized_bytes`` are those of ``quantized_count`` weights that stay packed, their scales included.
+
+    ``dtypes`` are those of all weights and of what products compute in, ``attentions`` the nodes of the fused op.
+    """
+
+    weight_bytes: int
+    weight_count: int
+    quantized_bytes: int
+    quantized_count: int
+    dtypes: tuple[str, ...]
+    attentions: int
+    operators: dict[str, int]
+
+    def for_report(self) -> dict[str, Any]:
+        """The fields of a stage's report."""
+        bits = 8 * self.quantized_bytes / self.quantized_count if self.quantized_count else 0.0
+        return {
+            "dtype": ", ".join(self.dtypes),
+            "weight_bytes": self.weight_bytes,
+            "weight_count": self.weight_count,
+            "quantized_bits_per_weight": round(bits, 3),
+            "attention_fused": self.attentions,
+            "operators": self.operators,
+        }
+
+
+def handed_over(model: ir.Model) -> HandedOver:
+    """Counts what a lowered model holds. Reads no weight."""
+    graph = model.graph
+    weights = [value for value in graph.initializers.values() if value.const_value is not None]
+    packed = scales = count = 0
+    scale_values = set[ir.Value]()
+    for node in graph.all_nodes():
+        data = node.inputs[0] if node.op_type == "DequantizeLinear" else None
+        if data is not None and data.const_value is not None and data.dtype in _QUANTIZED:
+            packed += _bytes(data)
+            count += _size(data)
+            for value in node.inputs[1:]:
+                if value is not None and value.const_value is not None:
+                    scale_values.add(value)
+    scales = sum(map(_bytes, scale_values))
+    return HandedOver(
+        weight_bytes=sum(map(_bytes, weights)),
+        weight_count=sum(_size(value) for value in weights if value not in scale_values),
+        quantized_bytes=packed + scales,
+        quantized_count=count,
+        dtypes=_dtypes(graph, weights),
+        attentions=sum(node.op_type == "Attention" for node in graph.all_nodes()),
+        operators=dict(Counter(node.op_type for node in graph.all_nodes()).most_common()),
+    )
+
+
+def _dtypes(graph: ir.Graph, weights: list[ir.Value]) -> tuple[str, ...]:
+    names = Counter[str]()
+    for value in weights:
+        if value.dtype is not None and (value.dtype.is_floating_point() or value.dtype in _QUANTIZED):
+            names[_name(value.dtype)] += _size(value)
+    for node in graph.all_nodes():
+        dtype = node.outputs[0].dtype
+        if node.op_type in ("MatMul", "Gemm", "Conv", "Attention") and dtype is not None:
+            names[_name(dtype)] += 0
+    return tuple(name for name, _ in names.most_common())
+
+
+def _name(dtype: ir.DataType) -> str:
+    return _QUANTIZED.get(dtype) or dtype.numpy().name
+
+
+def _size(value: ir.Value) -> int:
+    assert value.const_value is not None
+    return math.prod(value.const_value.shape.numpy())
+
+
+def _bytes(value: ir.Value) -> int:
+    assert value.const_value is not None
+    return math.ceil(_size(value) * value.const_value.dtype.bitwidth / 8)

@@ -1,0 +1,119 @@
+"""The target ``tensorrt-rtx``: engines for NVIDIA's consumer GPUs, built ahead of time on any machine.
+
+Imports neither TensorRT nor a graph library: opening an engine needs none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from intaglio.engines.child import REFUSED, how_it_ended, run_child
+from intaglio.engines.nvidia.options import read_rtx_options
+from intaglio.engines.report import StageReport, bits_per_weight
+from intaglio.errors import CompileError, RuntimeMissingError
+from intaglio.kernels.grouped_quant import DOMAIN
+
+if TYPE_CHECKING:
+    from intaglio.engines.identity import Identity
+    from intaglio.engines.onnx_file import OnnxFile
+    from intaglio.engines.shapes import Interface, Tensor
+    from intaglio.exporters.bundle import Dim, StageInfo
+    from intaglio.progress import ProgressCallback
+
+ACCURACIES = ("exact",)
+DOMAINS = frozenset({DOMAIN, "com.microsoft"})
+INPUT_DTYPES = frozenset({"bool", "float16", "float32", "int8", "uint8", "int32", "int64"})
+SUFFIX = ".engine"
+KEEPS_MODEL = False
+SOURCES = ("tensorrt_rtx.py", "nvidia/*.py")
+_WHEEL = "tensorrt-rtx-cu13-bindings"
+
+
+def compiler() -> str:
+    """Name and version of what builds. Raises RuntimeMissingError."""
+    try:
+        return f"TensorRT for RTX {importlib.metadata.version(_WHEEL)}"
+    except importlib.metadata.PackageNotFoundError as error:
+        raise RuntimeMissingError(
+            "TensorRT for RTX is not installed. Install intaglio with its extra `tensorrt-rtx`: "
+            "from a checkout, pip install '.[tensorrt-rtx]'"
+        ) from error
+
+
+def device() -> str:
+    """What an engine runs on; which generations is an option."""
+    return "NVIDIA GPU"
+
+
+def check_options(options: Mapping[str, str], sets_of_sizes: int) -> dict[str, str]:
+    """The options with their defaults. Raises InputError."""
+    sm = read_rtx_options(options).sm
+    return {"sm": ",".join(map(str, sm))} if sm else {}
+
+
+def fit_dims(dims: Mapping[str, Dim], declared: Mapping[str, Dim]) -> dict[str, Dim]:
+    """As they are."""
+    return dict(dims)
+
+
+def digest(artifact: Path) -> str:
+    """The hash of the engine."""
+    with artifact.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def build(
+    graph: Path,
+    artifact: Path,
+    stage: StageInfo,
+    identity: Identity,
+    progress: ProgressCallback | None = None,
+) -> StageReport:
+    """Lowers the portable ``graph`` and builds the engine ``artifact``, in a child process: the compiler can crash.
+
+    Raises CompileError with the child's own message, CancelledError.
+    """
+    return _build(graph, artifact, stage.inputs, identity, progress)
+
+
+def build_model(
+    graph: Path, artifact: Path, described: OnnxFile, identity: Identity, given: frozenset[str]
+) -> StageReport:
+    """Likewise, of an ONNX file that others wrote."""
+    return _build(graph, artifact, described.inputs, identity, None)
+
+
+def _build(
+    graph: Path,
+    artifact: Path,
+    inputs: tuple[Tensor, ...],
+    identity: Identity,
+    progress: ProgressCallback | None,
+) -> StageReport:
+    started = time.monotonic()
+    variants = identity.variants or (identity.shapes,)
+    request = {
+        "graph": str(graph),
+        "artifact": str(artifact),
+        "inputs": [{"name": each.name, "dtype": each.dtype, "shape": each.shape} for each in inputs],
+        "variants": [{name: dim.model_dump() for name, dim in dims.items()} for dims in variants],
+        "options": identity.options,
+    }
+    done = run_child("nvidia.build", request, progress)
+    if done.returncode == REFUSED and done.stderr.strip():
+        raise CompileError(done.stderr.strip().splitlines()[-1])
+    if done.returncode:
+        raise CompileError(f"{graph.stem}: TensorRT {how_it_ended(done)}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return StageReport(
+        **result,
+        accuracy=identity.accuracy,
+        bits_per_weight=bits_per_weight(result["weight_bytes"], result["weight_count"]),
+        seconds=round(time.monotonic() - started, 3),
+    )
