@@ -80,7 +80,9 @@ def sizes_at(dims: Mapping[str, Dim], chosen: Mapping[str, int]) -> dict[str, in
 
 def _depth(name: str, dims: Mapping[str, Dim]) -> int:
     expression = dims[name].expression if name in dims else None
-    return 0 if expression is None else 1 + max((_depth(each, dims) for each in expression_names(expression)), default=0)
+    return (
+        0 if expression is None else 1 + max((_depth(each, dims) for each in expression_names(expression)), default=0)
+    )
 
 
 def check_feeds(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from intaglio.engines.child import REFUSED, how_it_ended, run_child
 from intaglio.engines.nvidia.options import read_rtx_options
 from intaglio.engines.report import StageReport, bits_per_weight
-from intaglio.errors import CompileError, RuntimeMissingError
+from intaglio.errors import CompileError, EngineError, RuntimeMissingError
 from intaglio.kernels.grouped_quant import DOMAIN
 
 if TYPE_CHECKING:
@@ -53,8 +53,9 @@ def device() -> str:
 
 def check_options(options: Mapping[str, str], sets_of_sizes: int) -> dict[str, str]:
     """The options with their defaults. Raises InputError."""
-    sm = read_rtx_options(options).sm
-    return {"sm": ",".join(map(str, sm))} if sm else {}
+    read = read_rtx_options(options)
+    checked = {"sm": ",".join(map(str, read.sm)), "dtype": read.dtype or ""}
+    return {name: value for name, value in checked.items() if value}
 
 
 def fit_dims(dims: Mapping[str, Dim], declared: Mapping[str, Dim]) -> dict[str, Dim]:
@@ -117,3 +118,23 @@ def _build(
         bits_per_weight=bits_per_weight(result["weight_bytes"], result["weight_count"]),
         seconds=round(time.monotonic() - started, 3),
     )
+
+
+def check_runs() -> None:
+    """Raises EngineError where there is no NVIDIA GPU."""
+    raise EngineError("engines of tensorrt-rtx are built and compared here, and not yet run")
+
+
+def load(name: str, artifact: Path, weights: Path, stage: Interface, identity: Identity) -> Any:
+    """Loads a built stage on the GPU. Raises EngineError."""
+    check_runs()
+
+
+def load_for_parity(name: str, artifact: Path, weights: Path, stage: Interface, identity: Identity) -> Any:
+    """The graph that TensorRT was given, run by onnxruntime: an engine runs on a GPU only. Raises EngineError."""
+    from intaglio.engines.cpu import runs_as
+    from intaglio.engines.nvidia.evaluation import LoweredGraph
+    from intaglio.exporters.bundle import StageInfo
+
+    assert isinstance(stage, StageInfo), "the graph of an ONNX file is not kept"
+    return LoweredGraph(name, weights / stage.file, runs_as(stage), identity.shapes, identity.options)

@@ -43,6 +43,13 @@ def compile_(
         str | None,
         typer.Option(help="coreml: how ternary weights are stored: lut (the default), lut-compact, lut-fp16 or int4."),
     ] = None,
+    sm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SM,…",
+            help="tensorrt-rtx: compute capabilities, as 86,89,120. Default: a portable engine, Ampere and on.",
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="For an ONNX file: the engines' folder. Default: MODEL.engines beside it."),
@@ -61,6 +68,7 @@ def compile_(
             dtype=dtype,
             deployment_target=deployment_target,
             weights=weights,
+            sm=sm,
             progress=progress,
         )
     if as_json:

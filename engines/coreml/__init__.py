@@ -23,9 +23,9 @@ from intaglio.kernels.grouped_quant import DOMAIN
 if TYPE_CHECKING:
     from intaglio.engines.identity import Identity
     from intaglio.engines.onnx_file import OnnxFile
-    from intaglio.progress import ProgressCallback
     from intaglio.engines.shapes import Interface
     from intaglio.exporters.bundle import Dim, StageInfo
+    from intaglio.progress import ProgressCallback
 
 ACCURACIES = ("exact",)
 # Operators of others are refused one by one, with the node's name.

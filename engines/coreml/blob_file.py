@@ -41,7 +41,6 @@ class BlobFile:
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = path.open("wb")
         self._offsets: dict[tuple[int, int, bytes], int] = {}
-        self._digest = hashlib.sha256()
         self._end = self._file.write(bytes(_ALIGNMENT))
 
     def __enter__(self) -> BlobFile:
@@ -57,11 +56,6 @@ class BlobFile:
         """How many blobs there are."""
         return len(self._offsets)
 
-    @property
-    def digest(self) -> bytes:
-        """SHA-256 of what was written so far."""
-        return self._digest.digest()
-
     def write(self, dtype: str, count: int, data: np.ndarray) -> int:
         """``count`` values of a MIL dtype, packed into uint8 bytes. Where in the file they are: the record's offset."""
         code, bits = DTYPES[dtype]
@@ -72,7 +66,6 @@ class BlobFile:
         key = (code, count, hashlib.sha256(data.data).digest())
         if key not in self._offsets:
             self._offsets[key] = self._append(code, size * 8 - count * bits, data)
-            self._digest.update(repr(key).encode())
         return self._offsets[key]
 
     def _append(self, code: int, padding: int, data: np.ndarray) -> int:

@@ -26,13 +26,14 @@ from intaglio.engines.coreml.functions import merge_functions
 from intaglio.engines.coreml.options import Options
 from intaglio.engines.coreml.package import write_package
 from intaglio.engines.coreml.sizes import conversion_dims, function_name
-from intaglio.engines.coreml.states import convert_with_cache, has_cache
+from intaglio.engines.coreml.states import convert_with_cache, depends_on_call_length, has_cache
 from intaglio.engines.coreml.stats import weight_stats
+from intaglio.engines.graph_file import load_graph
 from intaglio.engines.graph_stats import activation_dtype, count_nodes
 from intaglio.engines.lowering.narrow_dtype import NarrowDtypePass, broken_constants
 from intaglio.engines.memory import peak_rss_bytes
 from intaglio.engines.model_build import check_model
-from intaglio.errors import CompileError, IntaglioError
+from intaglio.errors import IntaglioError
 from intaglio.exporters.bundle import Dim
 
 # Tokens of a prompt that are taken at once.
@@ -74,7 +75,13 @@ class Build:
     ) -> Iterator[tuple[str, Converted, FunctionDescription]]:
         model = self._model()
         names = [name for value in model.graph.inputs for name in _dims_of(value)]
-        if has_cache(model):
+        # Dims of those names are known from our own decoders; a cache of others goes in and out as they say.
+        if has_cache(model) and {"past_sequence", "sequence"} <= shapes.keys():
+            if depends_on_call_length(model):
+                self.notes.append(
+                    "rotary embeddings stretch with the text: beyond the length that the model was trained for, a "
+                    f"prompt in chunks of {CHUNK} tokens gives other numbers than one taken whole"
+                )
             yield from self._with_cache(conversion_dims(shapes, names), shapes)
             return
         sets: list[Sizes] = []
@@ -100,11 +107,14 @@ class Build:
                 converted, described = convert_with_cache(
                     self._model(), self.graph.stem, context=context, tokens=tokens, dims=sizes
                 )
+            self._note(iter(converted.notes))
             yield name, converted, described
 
     def _convert(self, model: ir.Model, sizes: Sizes) -> Converted:
         with self._form():
-            return convert(model, self.graph.stem, dims=sizes)
+            converted = convert(model, self.graph.stem, dims=sizes)
+        self._note(iter(converted.notes))
+        return converted
 
     def _form(self) -> Any:
         from intaglio.engines.coreml.ops.packed_weights import WeightForm, packed_as
@@ -113,10 +123,7 @@ class Build:
 
     def _model(self) -> ir.Model:
         """The graph, narrowed if that is asked for."""
-        try:
-            model = ir.load(self.graph)
-        except Exception as error:  # protobuf's and onnx_ir's own
-            raise CompileError(f"{self.graph}: cannot be read as ONNX ({error})") from error
+        model = load_graph(self.graph)
         self.attentions_of_graph = count_nodes(model, "Attention")
         asked = activation_dtype(model)
         self.dtype = asked if asked != "bfloat16" else "float32 (widened from bfloat16)"

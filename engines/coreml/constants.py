@@ -24,6 +24,9 @@ def to_mil(array: np.ndarray) -> np.ndarray:
         return _to_int32(array)
     with np.errstate(over="ignore"):
         narrow = array.astype(np.float32)
+    if kind == np.float64 and np.any((narrow == 0) & (array != 0)):
+        smallest = array[(narrow == 0) & (array != 0)].flat[0]
+        raise ValueError(f"holds the float64 {smallest:g}, and Core ML computes in float32, where it is 0")
     if kind == np.float64 and np.any(np.isinf(narrow) & np.isfinite(array)):
         largest = array[np.isinf(narrow) & np.isfinite(array)].flat[0]
         raise ValueError(f"holds the float64 {largest:g}, and Core ML computes in float32, which ends at 3.4e38")

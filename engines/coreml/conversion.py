@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import (
     InlinePass,
     LiftConstantsToInitializersPass,
     RemoveInitializersFromInputsPass,
     RemoveUnusedNodesPass,
-    ShapeInferencePass,
 )
 
 from intaglio.engines.coreml.constants import to_mil
@@ -24,6 +24,7 @@ from intaglio.engines.coreml.node import Node
 from intaglio.engines.coreml.registry import UPDATE_STATE, load_converters
 from intaglio.engines.lowering.fuse_dequantize import FuseDequantizePass
 from intaglio.engines.lowering.fuse_gather import FuseGatherPass
+from intaglio.engines.lowering.infer_shapes import infer_shapes
 from intaglio.errors import CompileError
 from intaglio.exporters.bundle import Dim
 from intaglio.kernels.grouped_quant import DOMAIN
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from intaglio.engines.coreml.registry import Converter
 
 MAX_RANK = 5
+# onnxruntime begins there too.
+_OLDEST_OPSET = 7
 _TINY_FLOATS = frozenset(d for d in ir.DataType if d.is_floating_point() and d.bitwidth <= 8)
 # Other floats are taken and given as float32, and all else as int32.
 _INTERFACE = {ir.DataType.FLOAT16: "fp16"}
@@ -69,7 +72,8 @@ class Stored:
 class Converted:
     """A MIL program with one function, ``main``. A package can be made of it once: coremltools changes it in that.
 
-    Packed weights are read from the model's files then, so these must still be there.
+    Packed weights are read from the model's files then, so these must still be there. ``notes`` say what is computed in
+    another way than the graph says.
     """
 
     program: Program
@@ -77,6 +81,7 @@ class Converted:
     outputs: tuple[Port, ...]
     nodes: int = field(default=0)
     states: tuple[Port, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def convert(
@@ -91,8 +96,43 @@ def convert(
     conversion, which then are inputs no more. Raises CompileError, RuntimeMissingError.
     """
     converters = load_converters()
-    _prepare(model, where, converters)
-    return Conversion(model, where, converters, dims or {}, constants or {}).run()
+    _check_opset(model, where)
+    try:
+        _prepare(model, where, converters)
+        return Conversion(model, where, converters, dims or {}, constants or {}).run()
+    except RecursionError as error:
+        raise CompileError(
+            f"{where}: its subgraphs or functions are nested too deeply to be converted; "
+            "flatten the graph, or compile for another target, such as cpu"
+        ) from error
+
+
+def _check_opset(model: ir.Model, where: str) -> None:
+    """Refuses an opset that is not known, and ops of one so old that they mean something else."""
+    imports = model.graph.opset_imports
+    version = imports.get("", imports.get("ai.onnx"))
+    if version is None:
+        return
+    newest = onnx.defs.onnx_opset_version()
+    changed = ""
+    if 1 <= version < _OLDEST_OPSET:
+        # Before it ops broadcast by attributes, normalizations had a flag for training, and so on.
+        for node in ir.traversal.RecursiveGraphIterator(model.graph):
+            if node.domain in ("", "ai.onnx") and _since(node.op_type, version) != _since(node.op_type, _OLDEST_OPSET):
+                changed = f", in which {node.op_type} ({node.name or node.outputs[0].name!r}) is another op than later"
+                break
+    if not 1 <= version <= newest or changed:
+        raise CompileError(
+            f"{where}: is of opset {version}{changed}; expected {_OLDEST_OPSET} to {newest}: convert it with "
+            "onnx.version_converter, or export it for an opset between"
+        )
+
+
+def _since(op_type: str, version: int) -> int | None:
+    try:
+        return onnx.defs.get_schema(op_type, version).since_version
+    except onnx.defs.SchemaError:
+        return None
 
 
 def _prepare(model: ir.Model, where: str, converters: Mapping[tuple[str, str], Converter]) -> None:
@@ -107,11 +147,11 @@ def _prepare(model: ir.Model, where: str, converters: Mapping[tuple[str, str], C
     try:
         for each in passes:
             each(model)
+    except RecursionError:
+        raise
     except Exception as error:
         raise CompileError(f"{where}: cannot be prepared for Core ML: {error}") from error
-    # It only adds dtypes; where it cannot, those that MIL infers are taken.
-    with contextlib.suppress(Exception):
-        ShapeInferencePass(check_type=False, strict_mode=False)(model)
+    infer_shapes(model)  # where it cannot, what MIL infers is taken
 
 
 class Conversion:
@@ -160,7 +200,22 @@ class Conversion:
             function.set_outputs([var for _, var in pairs])
         program = Program()
         program.add_function("main", function)
-        return Converted(program, tuple(inputs), tuple(port for port, _ in pairs), self._nodes, tuple(states))
+        return Converted(
+            program, tuple(inputs), tuple(port for port, _ in pairs), self._nodes, tuple(states), self._notes()
+        )
+
+    def _notes(self) -> tuple[str, ...]:
+        notes = []
+        graph = self._model.graph
+        nodes = list(ir.traversal.RecursiveGraphIterator(graph))
+        values = [*graph.inputs, *graph.initializers.values(), *(value for node in nodes for value in node.outputs)]
+        if any(value.dtype == ir.DataType.DOUBLE for value in values):
+            notes.append("float64 is computed in float32")
+        for node in nodes:
+            made = self._vars.get(node.outputs[0])
+            if node.op_type == "NonZero" and made is not None and made.val is None:
+                notes.append(f"how much NonZero gives ({node.name or node.outputs[0].name!r}) depends on the data")
+        return tuple(notes)
 
     def var(self, value: ir.Value, node: Node | None = None) -> Var:
         """The Var of a value; that of a weight is made when it is first asked for."""
@@ -171,8 +226,8 @@ class Conversion:
             if self._weight_of(value) is None and _is_empty(value):
                 self._fail(f"the input {value.name!r} has the shape {value.shape}, and Core ML holds no empty tensors")
             if array is None:
-                who = "an output" if node is None else self.describe(node._node)
-                raise CompileError(f"{self._where}: {who} reads {value.name!r}, which nothing in the graph makes")
+                who = f"{self._where}: an output" if node is None else self.describe(node._node)
+                raise CompileError(f"{who} reads {value.name!r}, which nothing before it makes; repair the graph")
             self._vars[value] = mb.const(
                 val=large(self._narrow(value, array)), name=self.unique_name(value.name or "const")
             )
@@ -280,7 +335,7 @@ class Conversion:
             raise
         except Exception as error:  # coremltools' own checks raise whatever comes
             raise CompileError(
-                f"{self.describe(node)} cannot be built: coremltools says {type(error).__name__}: {error}; "
+                f"{self.describe(node)} cannot be built with {self._inputs(node)}: {type(error).__name__}: {error}; "
                 "change the graph before compiling, or compile for another target, such as cpu"
             ) from error
         self._nodes += 1
@@ -290,10 +345,22 @@ class Conversion:
                 continue
             if var.val is None and 0 in var.shape:
                 seen.fail(f"gives {value.name!r} the shape {list(var.shape)}, and Core ML holds no empty tensors")
+            if any(isinstance(size, (int, np.integer)) and not 0 <= size < 2**31 for size in var.shape):
+                seen.fail(f"gives {value.name!r} the shape {list(var.shape)}, and Core ML's sizes are of 31 bits")
             self._vars[value] = var
         for value in node.outputs[len(outputs) :]:
             if value.uses() or value.is_graph_output():
                 seen.fail(f"gives a further output {value.name!r}, which is not converted")
+
+    def _inputs(self, node: ir.Node) -> str:
+        """The shapes and dtypes of a node's inputs, as far as they are known."""
+        said = []
+        for value in node.inputs:
+            if value is not None and value in self._vars:
+                var = self._vars[value]
+                sizes = ", ".join(str(size) for size in var.shape)
+                said.append(f"{value.name} {_dtype_of(var).name.lower()}[{sizes}]")
+        return f"the inputs {', '.join(said)}" if said else "its inputs"
 
     def _refuse_unknown_ops(self) -> None:
         unknown: dict[str, ir.Node] = {}
@@ -349,6 +416,8 @@ class Conversion:
 
     def _input(self, value: ir.Value) -> Port:
         name, dtype = str(value.name), value.dtype
+        if value.type is not None and not isinstance(value.type, ir.TensorType):
+            self._fail(f"the input {name!r} is no tensor but {value.type}, and Core ML has only tensors")
         if dtype is None or value.shape is None:
             self._fail(f"the input {name!r} has no dtype or no rank; Core ML must know both")
         if dtype in (ir.DataType.STRING, ir.DataType.COMPLEX64, ir.DataType.COMPLEX128) or dtype in _TINY_FLOATS:

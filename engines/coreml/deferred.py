@@ -22,13 +22,13 @@ class Large(np.ndarray[Any, Any]):
     Each time that coremltools infers values anew, it compares every constant with an object, value by value.
     """
 
-    def __eq__(self, other: object) -> bool:  # type: ignore[override]
+    def __eq__(self, other: object) -> bool:
         return self is other
 
-    def __ne__(self, other: object) -> bool:  # type: ignore[override]
+    def __ne__(self, other: object) -> bool:
         return self is not other
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
 
 class Deferred(Large):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from intaglio.engines.coreml.blob_file import DTYPES, RECORD, SENTINEL, BlobFile
 from intaglio.engines.coreml.manifest import MODEL, WEIGHTS, write_manifest

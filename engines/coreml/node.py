@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
     from intaglio.engines.coreml.conversion import Conversion, Stored
 
+
+# 1 GiB of float32, and more than any shape or mask needs.
+_MOST_ELEMENTS = 1 << 28
 
 # Node has methods of these names.
 _Int: TypeAlias = int
@@ -67,6 +71,10 @@ class Node:
         """The input, or None where it is left out."""
         value = self._value(i)
         return None if value is None else self._conversion.var(value, self)
+
+    def has_input(self, i: _Int) -> bool:
+        """Whether an optional input is given."""
+        return self._value(i) is not None
 
     def constant(self, i: _Int) -> np.ndarray:
         """The value of an input, which must be known at conversion; in the graph's own dtype where it is a weight.
@@ -162,6 +170,11 @@ class Node:
     def nested(self) -> AbstractContextManager[None]:
         """While a block inside the current one is filled: what is made in it is not seen outside."""
         return self._conversion.nested()
+
+    def check_size(self, shape: Sequence[_Int]) -> None:
+        """Refuses a constant of more elements than are worth writing. Raises CompileError."""
+        if prod(shape) > _MOST_ELEMENTS:
+            self.fail(f"makes a constant of the shape {list(shape)}; up to {_MOST_ELEMENTS} elements are written")
 
     def fail(self, what: str, way_out: str = "") -> NoReturn:
         """Raises CompileError: the node, its op and opset, what is wrong with it and what can be done."""

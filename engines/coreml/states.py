@@ -20,12 +20,12 @@ from onnx_ir import convenience
 from intaglio.engines.coreml.conversion import Converted, convert
 from intaglio.engines.coreml.description import CacheDescription, FunctionDescription, StateDescription, describe
 from intaglio.engines.coreml.registry import UPDATE_STATE
-from intaglio.engines.lowering.fuse_nodes import is_standard, only_consumer
+from intaglio.engines.lowering.cache_appends import TOKENS, Append, append_of, readers
+from intaglio.engines.lowering.fuse_nodes import is_standard
 from intaglio.errors import CompileError
 from intaglio.exporters.bundle import Dim
 from intaglio.kernels.grouped_quant import DOMAIN
 
-_TOKENS = 2  # the axis of a cache that grows
 _WAY_OUT = "compile another stage, or for another target, such as cpu"
 
 
@@ -38,24 +38,18 @@ class CacheTensor:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class _Append:
-    """A past, the Concat that appends to it, and the output that this is."""
-
-    past: ir.Value
-    concat: ir.Node
-    output: ir.Value
-
-    @property
-    def new(self) -> ir.Value:
-        value = self.concat.inputs[1]
-        assert value is not None
-        return value
-
-
 def has_cache(model: ir.Model) -> bool:
     """Whether a graph appends to a key-value cache."""
-    return any(_append_of(value) is not None for value in model.graph.inputs)
+    return any(append_of(value) is not None for value in model.graph.inputs)
+
+
+def depends_on_call_length(model: ir.Model) -> bool:
+    """Whether a graph looks at the greatest position of a call, as dynamic rotary embeddings do.
+
+    Its numbers then depend on how a text is divided into calls.
+    """
+    positions = [v for v in model.graph.inputs if v.dtype == ir.DataType.INT64]
+    return any(is_standard(node, "ReduceMax") for value in positions for node, _ in value.uses())
 
 
 def convert_with_cache(
@@ -108,7 +102,7 @@ class CacheStatesPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
-        found = [append for value in graph.inputs if (append := _append_of(value)) is not None]
+        found = [append for value in graph.inputs if (append := append_of(value)) is not None]
         if not found:
             raise CompileError(
                 f"{self._where}: no key-value cache is found: no input of the graph is appended to along axis 2, with "
@@ -127,7 +121,7 @@ class CacheStatesPass(ir.passes.InPlacePass):
         model.opset_imports.setdefault(DOMAIN, 1)
         return ir.passes.PassResult(model, modified=True)
 
-    def _check_batch(self, found: list[_Append]) -> None:
+    def _check_batch(self, found: list[Append]) -> None:
         for append in found:
             past = append.past.shape
             assert past is not None
@@ -136,8 +130,8 @@ class CacheStatesPass(ir.passes.InPlacePass):
                 given = self._dims.get(batch.value)
                 self.sizes[batch.value] = given if isinstance(given, int) else 1
             new = append.new.shape
-            self._fix(new[_TOKENS] if new is not None else ir.SymbolicDim("sequence"), self._tokens)
-            self._fix(grown[_TOKENS] if grown is not None else ir.SymbolicDim(None), self._context)
+            self._fix(new[TOKENS] if new is not None else ir.SymbolicDim("sequence"), self._tokens)
+            self._fix(grown[TOKENS] if grown is not None else ir.SymbolicDim(None), self._context)
 
     def _fix(self, dim: int | ir.SymbolicDim, size: int) -> None:
         if isinstance(dim, ir.SymbolicDim) and dim.value is not None:
@@ -164,7 +158,7 @@ class CacheStatesPass(ir.passes.InPlacePass):
         graph.insert_before(graph[0], [last, begin, end])
         return begin.outputs[0], end.outputs[0]
 
-    def _replace(self, graph: ir.Graph, append: _Append, begin: ir.Value, end: ir.Value) -> CacheTensor:
+    def _replace(self, graph: ir.Graph, append: Append, begin: ir.Value, end: ir.Value) -> CacheTensor:
         past, concat = append.past, append.concat
         shape = self._shape(past)
         past.shape = ir.Shape(shape)
@@ -177,7 +171,7 @@ class CacheStatesPass(ir.passes.InPlacePass):
         dims: list[int] = []
         assert past.shape is not None
         for axis, dim in enumerate(past.shape):
-            size = self._context if axis == _TOKENS else dim
+            size = self._context if axis == TOKENS else dim
             if isinstance(size, ir.SymbolicDim):
                 size = self.sizes.get(size.value or "", 0)
             if size < 1:
@@ -190,7 +184,7 @@ class CacheStatesPass(ir.passes.InPlacePass):
 
     def _answer_shapes(self, graph: ir.Graph, past: ir.Value, position: ir.Value) -> None:
         """Nodes that ask how long the past is are told the position; what else reads it is refused."""
-        for reader in _readers(past):
+        for reader in readers(past):
             for node, _ in list(reader.uses()):
                 if (node.domain, node.op_type) == (DOMAIN, UPDATE_STATE) or is_standard(node, "Cast"):
                     continue
@@ -206,43 +200,12 @@ class CacheStatesPass(ir.passes.InPlacePass):
         assert past.shape is not None
         axes = range(*slice(start, end).indices(len(past.shape)))
         parts = [
-            position if axis == _TOKENS else _constant(graph, f"{past.name}.axis{axis}", [int(past.shape[axis])])  # type: ignore[arg-type]
+            position if axis == TOKENS else _constant(graph, f"{past.name}.axis{axis}", [int(past.shape[axis])])  # type: ignore[arg-type]
             for axis in axes
         ]
         attributes = {"axis": 0} if len(parts) > 1 else {}
         answer = ir.node("Concat" if attributes else "Identity", parts, attributes, name=node.name)
         _replace(graph, node, answer)
-
-
-def _append_of(past: ir.Value) -> _Append | None:
-    """How the graph appends to an input; None where it does not."""
-    if past.shape is None or len(past.shape) != 4 or isinstance(past.shape[_TOKENS], int):
-        return None
-    for reader in _readers(past):
-        for node, index in reader.uses():
-            if index != 0 or not is_standard(node, "Concat") or len(node.inputs) != 2:
-                continue
-            output = _output_of(node.outputs[0])
-            if node.attributes["axis"].as_int() in (_TOKENS, _TOKENS - 4) and output is not None:
-                return _Append(past, node, output)
-    return None
-
-
-def _readers(past: ir.Value) -> list[ir.Value]:
-    """The value itself, and casts of it."""
-    casts = [node.outputs[0] for node, _ in past.uses() if is_standard(node, "Cast")]
-    return [past, *casts]
-
-
-def _output_of(value: ir.Value) -> ir.Value | None:
-    """The output of the graph that a value is, or a cast of it that nothing else reads."""
-    if value.is_graph_output():
-        return value
-    for node, _ in value.uses():
-        cast = node.outputs[0]
-        if is_standard(node, "Cast") and cast.is_graph_output() and only_consumer(cast) is None:
-            return cast
-    return None
 
 
 def _replace(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:

@@ -10,9 +10,9 @@ from onnx_ir import convenience
 
 from intaglio.engines.lowering.fuse_nodes import attribute, constant_of, producer, remove_unread
 
-# The first opset whose DequantizeLinear takes the integers, and that which takes scales of the floats.
+# The first opset whose DequantizeLinear takes the integers.
 _INTEGERS = {ir.DataType.INT8: 13, ir.DataType.UINT8: 13, ir.DataType.INT4: 21, ir.DataType.UINT4: 21}
-_FLOATS = {ir.DataType.FLOAT: 13, ir.DataType.FLOAT16: 19}
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 _RANGES = {
     ir.DataType.INT8: (-128, 127),
     ir.DataType.UINT8: (0, 255),
@@ -25,7 +25,8 @@ class FuseDequantizePass(ir.passes.InPlacePass):
     """Turns ``(Cast(weight) - zero_point) * scale`` into ``DequantizeLinear(weight, scale, zero_point)``.
 
     The weight is an initializer of int8, uint8, int4 or uint4; the scale and the zero point, which may be left out, are
-    constants: one number, or one for each row of one axis.
+    constants: one number, or one for each row of one axis. A float16 scale is written before opset 19 too, which made it
+    part of ONNX: the graph is for a converter.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -44,7 +45,7 @@ def _join(graph: ir.Graph, node: ir.Node, opset: int) -> bool:
         if cast is None or weight is None or not weight.is_initializer() or weight.is_graph_input():
             continue
         dtype, target = weight.dtype, ir.DataType(attribute(cast, "to", 0))
-        if dtype not in _INTEGERS or target not in _FLOATS or opset < max(_INTEGERS[dtype], _FLOATS[target]):
+        if dtype not in _INTEGERS or target not in _FLOATS or opset < _INTEGERS[dtype]:
             continue
         given = [constant_of(scale), *([constant_of(shifted.inputs[1])] if shifted is not None else [])]
         shape = weight.shape.numpy() if weight.shape is not None else ()
@@ -64,9 +65,7 @@ def _join(graph: ir.Graph, node: ir.Node, opset: int) -> bool:
     return False
 
 
-def _along_one_axis(
-    arrays: Sequence[np.ndarray | None], shape: Sequence[int]
-) -> tuple[int, list[np.ndarray]] | None:
+def _along_one_axis(arrays: Sequence[np.ndarray | None], shape: Sequence[int]) -> tuple[int, list[np.ndarray]] | None:
     """The axis of ``shape`` along which the arrays vary, and they as vectors or, if none varies, as scalars."""
     known = [array for array in arrays if array is not None and array.ndim <= len(shape)]
     if len(known) < len(arrays):

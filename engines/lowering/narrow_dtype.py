@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,10 +11,10 @@ from onnx_ir.passes.common import (
     LiftConstantsToInitializersPass,
     RemoveInitializersFromInputsPass,
     RemoveUnusedNodesPass,
-    ShapeInferencePass,
 )
 
 from intaglio.engines.lowering.fuse_nodes import constant_of, is_standard, modulates, only_consumer, same_shape
+from intaglio.engines.lowering.infer_shapes import infer_shapes
 from intaglio.engines.lowering.narrow_islands import Islands, Kind, forget
 from intaglio.errors import CompileError
 from intaglio.kernels.grouped_quant import DOMAIN
@@ -32,11 +31,11 @@ class NarrowDtypePass(ir.passes.InPlacePass):
        integers alone (positions, angles, masks), a quantized product that makes an output of the graph (logits).
     3. A residual sum whose branch is gated is clipped to finite values, as our float16 graphs clip it.
     4. What reads a constant that float16 does not hold, and what reads that, stays float32 up to where a softmax, a
-       norm or the like makes it small again. ``kept`` has such nodes, and those whose op has no float16, by name with
-       the reason.
+       norm or the like makes it small again, or a sum large. ``kept`` has such nodes, and those whose op has no
+       float16, by name with the reason. An Attention takes such a mask in float32 and is float16 otherwise.
 
-    A graph that has float16 constants of its own is searched for those that are broken: see :func:`broken_constants`,
-    whose findings are ``broken``. Functions other than ours are inlined. Raises CompileError where a dtype is not known.
+    ``broken`` has what a graph's own float16 constants have lost already: see :func:`broken_constants`. Functions other
+    than ours are inlined. Raises CompileError where a dtype is not known.
     """
 
     def __init__(self, dtype: ir.DataType) -> None:
@@ -93,12 +92,13 @@ def _is_rooted(node: ir.Node) -> bool:
 
 
 def _prepare(model: ir.Model) -> None:
-    InlinePass(criteria=lambda function: function.domain != DOMAIN)(model)
-    RemoveInitializersFromInputsPass()(model)
-    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    # It only adds dtypes and shapes; those that it cannot are inferred below, or asked for.
-    with contextlib.suppress(Exception):
-        ShapeInferencePass(check_type=False, strict_mode=False)(model)
+    try:
+        InlinePass(criteria=lambda function: function.domain != DOMAIN)(model)
+        RemoveInitializersFromInputsPass()(model)
+        LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    except Exception as error:  # onnx_ir's own, and recursion
+        raise CompileError(f"the graph cannot be prepared for narrowing: {type(error).__name__}: {error}") from error
+    infer_shapes(model)  # what it cannot is inferred below, or asked for
 
 
 def _complete_dtypes(graph: ir.Graph) -> None:
@@ -107,7 +107,7 @@ def _complete_dtypes(graph: ir.Graph) -> None:
         for value in node.outputs:
             if value.dtype is not None:
                 continue
-            read = [v.dtype for v in node.inputs if v is not None and v.dtype is not None]
+            read: list[ir.DataType] = [v.dtype for v in node.inputs if v is not None and v.dtype is not None]
             floats = [dtype for dtype in read if dtype.is_floating_point()]
             if not read:
                 raise CompileError(
@@ -215,7 +215,7 @@ class _Narrowing:
         assert held is not None
         half = ir.Value(name=f"{value.name}.float16", type=ir.TensorType(_HALF), shape=value.shape)
         half.const_value = ir.LazyTensor(
-            lambda: ir.tensor(_rounded(held), name=half.name), _HALF, ir.Shape(list(held.shape)), name=half.name
+            lambda: ir.tensor(_rounded(held), name=half.name), _HALF, value.shape or ir.Shape([]), name=half.name
         )
         self._graph.register_initializer(half)
         return half
@@ -276,7 +276,7 @@ def _clip(graph: ir.Graph, value: ir.Value) -> None:
     node = value.producer()
     assert node is not None
     clipped = clip.outputs[0]
-    clipped.dtype, clipped.shape = value.dtype, value.shape
+    clipped.dtype, clipped.shape = _HALF, value.shape
     value.replace_all_uses_with(clipped, replace_graph_outputs=True)
     clip.replace_input_with(0, value)
     clipped.name, value.name = value.name, f"{value.name}.unclipped"

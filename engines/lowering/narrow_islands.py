@@ -32,7 +32,8 @@ class Kind(enum.Enum):
     STATISTIC = "a sum or mean of activations, or computed of such"
     ROOT = "the root of a statistic, which activations are divided by"
     CENTRED = "an activation on the way to or from a statistic"
-    BEYOND = "may hold what float16 does not, since a constant did"
+    BEYOND = "may hold what is too large for float16, since a constant did"
+    TINY = "may hold what is too small for float16, since a constant did"
     PLAIN = "an activation"
 
 
@@ -50,7 +51,7 @@ _NORMS = {
     "LayerNormalization", "RMSNormalization", "GroupNormalization", "SimplifiedLayerNormalization",
     "SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "BatchNormalization",
 }  # fmt: skip
-# Softmax; norms whose statistics have the dtype of the values; sums over many steps; coordinates; roundings to integers.
+# Softmax; norms whose statistics have the dtype of the values; sums over steps; coordinates; roundings to integers.
 _ISLANDS = {
     "Softmax", "LogSoftmax", "InstanceNormalization", "LpNormalization", "MeanVarianceNormalization", "LRN", "LpPool",
     "GlobalLpPool", "LSTM", "GRU", "RNN", "GridSample", "AffineGrid", "RoiAlign", "QuantizeLinear", "CastLike",
@@ -58,6 +59,11 @@ _ISLANDS = {
 _BOUNDED = {"Sigmoid", "HardSigmoid", "Tanh", "Cos", "Sin", "Erf", "Sign", "Softsign", "Atan", "Log"}
 # Beside a reduction, these are part of it: a square or an exponential overflows where their mean does not.
 _INTO_REDUCTIONS = {"Pow", "Abs", "Exp"}
+_GUARDED = {"Sqrt", "Rsqrt", "Reciprocal", "Pow", "Log"}
+_SUMS = {"Add", "Sub", "Where", "Concat"}
+_UNHELD = {Kind.BEYOND, Kind.TINY}
+_BEYOND = "beyond 65504"
+_BIAS, _MASK = 2, 3  # among the inputs of Conv and Gemm, and of Attention
 _ROOTS = {"Sqrt", "Pow", "Rsqrt"}
 _CONTRIB = {
     "FusedMatMul", "MatMulNBits", "Gelu", "FastGelu", "BiasGelu", "QuickGelu", "SkipLayerNormalization",
@@ -93,16 +99,23 @@ class Islands:
 
     def signature(self, node: ir.Node) -> tuple[list[bool], list[bool]]:
         """Which inputs and outputs of a node may be float16 in place of float32."""
+        inputs, outputs = self._signature(node)
+        mask = _float_mask(node)
+        if mask is not None and self.kind(mask) is Kind.BEYOND:
+            inputs[_MASK] = False  # it may have a dtype of its own
+        return inputs, outputs
+
+    def _signature(self, node: ir.Node) -> tuple[list[bool], list[bool]]:
         return _signature(node, self._opsets.get("" if node.domain == "ai.onnx" else node.domain, 1))
 
     def _judge(self, node: ir.Node) -> tuple[bool, Kind]:
         """Whether a node stays float32, and what it gives."""
         floats = [v for v in node.inputs if v is not None and v.dtype == ir.DataType.FLOAT]
-        kinds = {self.kind(value) for value in floats} - {Kind.CONSTANT}
-        if not floats:
-            return _from_integers(node, self)
+        kinds = {self.kind(value) for value in floats if value is not _float_mask(node)} - {Kind.CONSTANT}
         if _has_graphs(node):
             return True, Kind.PLAIN
+        if not floats:
+            return _from_integers(node, self)
         lost = self._unheld(node, floats)
         if not kinds and not lost:
             return self._of_constants(node, floats)
@@ -115,10 +128,10 @@ class Islands:
         if not takes or node.op_type in _ISLANDS or _is_head(node):
             return True, Kind.PLAIN
         if node.op_type in _REDUCTIONS:
-            if Kind.BEYOND in kinds:
-                return True, Kind.BEYOND
+            if kinds & _UNHELD:
+                return True, Kind.BEYOND if Kind.BEYOND in kinds else Kind.TINY
             return True, Kind.ROOT if node.op_type == "ReduceL2" else Kind.STATISTIC
-        if lost or Kind.BEYOND in kinds:
+        if lost or kinds & _UNHELD:
             return self._beyond(node, kinds, lost)
         if node.op_type in _PRODUCTS or node.op_type in _NORMS:
             return False, Kind.PLAIN
@@ -144,7 +157,11 @@ class Islands:
             return True, Kind.PLAIN
         if lost and Kind.BEYOND not in kinds and kinds & {Kind.STATISTIC, Kind.ROOT, Kind.CENTRED}:
             return _elementwise(node, kinds, in_reduction=False)  # the epsilon of a norm
-        return True, Kind.BEYOND
+        if Kind.BEYOND in kinds or (lost and _BEYOND in lost):
+            return True, Kind.BEYOND
+        # Beside activations, what is tiny adds little to them.
+        ends = node.op_type in _SUMS and kinds - {Kind.TINY} and not lost
+        return True, Kind.PLAIN if ends else Kind.TINY
 
     def _unheld(self, node: ir.Node, floats: list[ir.Value]) -> str | None:
         """What float16 would lose of the constants and attributes that a node reads."""
@@ -154,11 +171,15 @@ class Islands:
                 return f"has the epsilon {epsilon:g}, which float16 does not hold"
         for value in floats if node.domain != DOMAIN else []:
             lost = self._lost_of(value)
-            # A bound that no float16 reaches is none, in float16 as well.
-            if lost and not (node.op_type in ("Clip", "Max", "Min") and "beyond" in lost):
+            if lost and not _is_harmless(node, value, lost):
                 return f"reads {value.name!r}, which holds {lost}"
         if node.op_type == "GroupedQuantMatMul":
             return self._unheld_scales(node)
+        if node.op_type == "Div" and (divisor := constant_of(node.inputs[1])) is not None:
+            # Compilers multiply by the reciprocal.
+            with np.errstate(divide="ignore"):
+                lost = lost_in_float16(1 / divisor.astype(np.float32))
+            return f"divides by a constant whose reciprocal is {lost}" if lost else None
         return None
 
     def _unheld_scales(self, node: ir.Node) -> str | None:
@@ -181,6 +202,20 @@ class Islands:
         self.kept.setdefault(name, f"{node.op_type} {why}")
 
 
+def _is_harmless(node: ir.Node, constant: ir.Value, lost: str) -> bool:
+    """Whether a constant that float16 does not hold makes no difference to a node."""
+    if _BEYOND in lost:
+        # A bound that no float16 reaches is none, in float16 as well.
+        return node.op_type in ("Clip", "Max", "Min")
+    if node.op_type in ("Conv", "ConvTranspose", "Gemm"):
+        return len(node.inputs) > _BIAS and constant is node.inputs[_BIAS]
+    if node.op_type not in _SUMS:
+        return False
+    # Little is added, unless it is what keeps a divisor, a root or a logarithm from zero.
+    users = [use for output in node.outputs for use in output.uses()]
+    return not any(u.node.op_type in _GUARDED or (u.node.op_type == "Div" and u.idx == 1) for u in users)
+
+
 def lost_in_float16(array: np.ndarray) -> str | None:
     """What float16 does not hold of a float32 constant, in words; None if it holds it.
 
@@ -194,7 +229,7 @@ def lost_in_float16(array: np.ndarray) -> str | None:
     largest = float(finite.max(initial=0.0))
     if largest > _MAX:
         worst = array.flat[int(np.argmax(np.where(np.isfinite(magnitude), magnitude, 0)))]
-        return f"{worst:g}, beyond 65504"
+        return f"{worst:g}, {_BEYOND}"
     if 0 < largest < _LEAST_NORMAL:
         held = finite.astype(np.float16).astype(np.float32)
         if np.any(np.abs(held - finite) > _ROUNDING * finite):
@@ -231,7 +266,7 @@ def _from_integers(node: ir.Node, islands: Islands) -> tuple[bool, Kind]:
         lost = None if value is None or value.dtype != ir.DataType.FLOAT else lost_in_float16(value.numpy())
         if lost:
             islands._keep(node, f"makes {lost}")
-            return True, Kind.BEYOND
+            return True, Kind.BEYOND if _BEYOND in lost else Kind.TINY
         return True, Kind.SMALL
     if node.domain == DOMAIN or node.op_type.startswith("Random"):
         return True, Kind.PLAIN
@@ -252,6 +287,13 @@ def _is_constant(value: ir.Value) -> bool:
         return value.is_initializer() and not value.is_graph_input()
     floats = [v for v in producer.inputs if v is not None and v.dtype == ir.DataType.FLOAT]
     return bool(floats) and all(_is_constant(v) for v in floats)
+
+
+def _float_mask(node: ir.Node) -> ir.Value | None:
+    """What an attention adds to its scores."""
+    is_masked = node.op_type == "Attention" and not node.domain and len(node.inputs) > _MASK
+    mask = node.inputs[_MASK] if is_masked else None
+    return mask if mask is not None and mask.dtype == ir.DataType.FLOAT else None
 
 
 def _is_head(node: ir.Node) -> bool:
@@ -289,7 +331,7 @@ def _signature(node: ir.Node, opset: int) -> tuple[list[bool], list[bool]]:
     formal = _formal(node.op_type, opset)
     if formal is None:
         return [False] * inputs, [False] * outputs
-    return tuple([_at(side, i) for i in range(n)] for side, n in zip(formal, (inputs, outputs), strict=True))  # type: ignore[return-value]
+    return [_at(formal[0], i) for i in range(inputs)], [_at(formal[1], i) for i in range(outputs)]
 
 
 def _is_stored(value: ir.Value) -> bool:

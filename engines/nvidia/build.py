@@ -12,9 +12,13 @@ from typing import Any
 import onnx_ir as ir
 
 from intaglio.engines.child import REFUSED, say_progress
+from intaglio.engines.graph_file import load_graph
+from intaglio.engines.graph_stats import activation_dtype, count_nodes
+from intaglio.engines.lowering.external_weights import write_graph
+from intaglio.engines.lowering.narrow_dtype import NarrowDtypePass, broken_constants
 from intaglio.engines.memory import peak_rss_bytes
 from intaglio.engines.nvidia.bindings import import_tensorrt_rtx
-from intaglio.engines.nvidia.lower import lower, save_lowered
+from intaglio.engines.nvidia.lower import lower
 from intaglio.engines.nvidia.options import BFLOAT16_SINCE, INT4_SINCE, RtxOptions
 from intaglio.engines.nvidia.profiles import Range, profile
 from intaglio.engines.nvidia.stats import handed_over
@@ -27,20 +31,34 @@ _MOST_SAID = 3
 
 def build(graph: Path, artifact: Path, profiles: Sequence[Mapping[str, Range]], options: RtxOptions) -> dict[str, Any]:
     """Lowers ``graph`` and builds ``artifact`` of it; what the report says. Raises CompileError."""
-    try:
-        model = ir.load(graph)
-    except Exception as error:  # protobuf's and onnx_ir's own
-        raise CompileError(f"{graph}: cannot be read as ONNX ({error})") from error
-    notes = lower(model, graph.stem)
+    model, notes = lowered_model(graph, options)
     handed = handed_over(model)
     _check_capabilities(graph.stem, handed.dtypes, options.sm)
     with tempfile.TemporaryDirectory(prefix=".lowered-", dir=artifact.parent) as folder:
         lowered = Path(folder) / f"{graph.stem}.onnx"
-        save_lowered(model, lowered)
+        write_graph(model, lowered)
         del model
-        plan = _build_plan(graph.stem, lowered, profiles, options)
-        artifact.write_bytes(plan)
-    return {**handed.for_report(), "notes": notes, "engine_bytes": artifact.stat().st_size}
+        artifact.write_bytes(_build_plan(graph.stem, lowered, profiles, options))
+    return {
+        **handed.for_report(),
+        # Lowering takes apart those that have no kernel.
+        "attention_total": count_nodes(ir.load(graph), "Attention"),
+        "fallbacks": {},
+        "notes": notes,
+        "package_bytes": artifact.stat().st_size,
+    }
+
+
+def lowered_model(graph: Path, options: RtxOptions) -> tuple[ir.Model, list[str]]:
+    """The portable ``graph`` as TensorRT is given it, and what the report says of that. Raises CompileError."""
+    model = load_graph(graph)
+    notes = [f"{name}: {reason}" for name, reason in broken_constants(model.graph).items()]
+    if options.dtype is not None and activation_dtype(model) == "float32":
+        narrow = NarrowDtypePass(ir.DataType.FLOAT16)
+        narrow(model)
+        notes += [f"{name} stays float32: {reason}" for name, reason in narrow.kept.items()]
+    notes += lower(model, "tensorrt-rtx")
+    return model, notes
 
 
 def _check_capabilities(name: str, dtypes: Sequence[str], sm: Sequence[int]) -> None:
@@ -52,9 +70,7 @@ def _check_capabilities(name: str, dtypes: Sequence[str], sm: Sequence[int]) -> 
             )
 
 
-def _build_plan(
-    name: str, lowered: Path, profiles: Sequence[Mapping[str, Range]], options: RtxOptions
-) -> memoryview:
+def _build_plan(name: str, lowered: Path, profiles: Sequence[Mapping[str, Range]], options: RtxOptions) -> memoryview:
     trt = import_tensorrt_rtx()
     said: list[str] = []
     builder = trt.Builder(_logger(trt, said))
@@ -73,7 +89,9 @@ def _build_plan(
         config.add_optimization_profile(_profile(builder, network, ranges, name))
     plan = builder.build_serialized_network(network, config)
     if plan is None:
-        raise CompileError(f"{name}: TensorRT cannot build it: {'; '.join(said[-_MOST_SAID:]) or 'it does not say why'}")
+        raise CompileError(
+            f"{name}: TensorRT cannot build it: {'; '.join(said[-_MOST_SAID:]) or 'it does not say why'}"
+        )
     return memoryview(plan)
 
 

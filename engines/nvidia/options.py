@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
@@ -15,11 +16,15 @@ INT4_SINCE = BFLOAT16_SINCE = 80
 
 
 class RtxOptions(BaseModel):
-    """``sm`` are compute capabilities, as 86 for 8.6; none is the portable set, of every GPU from Ampere on."""
+    """``sm`` are compute capabilities, as 86 for 8.6; none is the portable set, of every GPU from Ampere on.
+
+    ``dtype`` float16 narrows a float32 graph, whose attention otherwise has no fused kernel.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     sm: tuple[int, ...] = ()
+    dtype: Literal["float16"] | None = None
 
     @field_validator("sm", mode="before")
     @classmethod
@@ -42,6 +47,8 @@ def read_rtx_options(given: Mapping[str, str]) -> RtxOptions:
         return RtxOptions.model_validate(dict(given))
     except ValidationError as error:
         name = str(error.errors()[0]["loc"][0])
+        if name == "dtype":
+            raise InputError(f"--dtype is {given['dtype']!r}, expected float16") from error
         if name != "sm":
             raise InputError(f"--{name.replace('_', '-')}: is no option of the target tensorrt-rtx") from error
         known = ", ".join(map(str, RTX_CAPABILITIES))

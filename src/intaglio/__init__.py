@@ -58,6 +58,7 @@ def compile(  # noqa: A001 - the verb's name
     dtype: str | None = None,
     deployment_target: str | None = None,
     weights: str | None = None,
+    sm: str | None = None,
     progress: ProgressCallback | None = None,
 ) -> Report:
     """Compiles a bundle (``engines.compile.compile_bundle``) or an ONNX file (``engines.compile_model.compile_model``).
@@ -68,7 +69,7 @@ def compile(  # noqa: A001 - the verb's name
     from intaglio.engines.model_engine import is_model
     from intaglio.errors import InputError
 
-    given = {"dtype": dtype, "deployment_target": deployment_target, "weights": weights}
+    given = {"dtype": dtype, "deployment_target": deployment_target, "weights": weights, "sm": sm}
     options = {name: value for name, value in given.items() if value is not None}
     if is_model(Path(source)):
         from intaglio.engines.compile_model import compile_model

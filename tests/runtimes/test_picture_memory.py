@@ -210,9 +210,9 @@ def test_loading_bands_is_no_decoding(klein: Path, monkeypatch: pytest.MonkeyPat
     clock = [0.0]
     load = Engine.load
 
-    def slow(self: Engine, stage: str, *, threads: int) -> Any:
+    def slow(self: Engine, stage: str, **how: Any) -> Any:
         clock[0] += 1000
-        return load(self, stage, threads=threads)
+        return load(self, stage, **how)
 
     monkeypatch.setattr(Engine, "load", slow)
     monkeypatch.setattr(text_to_image, "time", SimpleNamespace(monotonic=lambda: clock[0]))

@@ -16,6 +16,7 @@ from intaglio.engines.coreml.evaluator import Evaluator
 from intaglio.engines.coreml.functions import merge_functions
 from intaglio.engines.coreml.package import write_package
 from intaglio.engines.coreml.states import convert_with_cache
+from intaglio.engines.lowering.narrow_dtype import NarrowDtypePass
 from intaglio.exporters.bundle import Dim
 
 
@@ -24,11 +25,18 @@ def bundle_dims(bundle: Path) -> dict[str, int | Dim]:
     return {name: Dim(**dim) for name, dim in json.loads((bundle / "bundle.json").read_text())["dims"].items()}
 
 
-def write_decoder(bundle: Path, path: Path, *, context: int, chunk: int, batch: int = 1) -> PackageDescription:
-    """The stage ``generate`` as a package of ``decode`` and ``prefill``, with those of one function beside it."""
+def write_decoder(
+    bundle: Path, path: Path, *, context: int, chunk: int, batch: int = 1, narrow: bool = False
+) -> PackageDescription:
+    """The stage ``generate`` as a package of ``decode`` and ``prefill``, with those of one function beside it.
+
+    ``narrow`` makes a float32 graph float16 first.
+    """
     functions, packages = {}, {}
     for name, tokens in ((DECODE, 1), (PREFILL, chunk)):
         model = ir.load(bundle / "generate.onnx")
+        if narrow:
+            NarrowDtypePass(ir.DataType.FLOAT16)(model)
         dims = {**bundle_dims(bundle), "batch": batch}
         converted, functions[name] = convert_with_cache(model, "generate", context=context, tokens=tokens, dims=dims)
         packages[name] = path.with_name(f"{name}.mlpackage")

@@ -27,6 +27,9 @@ from intaglio.engines.coreml.ops.tensors import (
 )
 from intaglio.engines.coreml.registry import converter
 
+# Enough to hide a key, with room for its score.
+_HIDDEN = 3e4
+
 
 @dataclass(frozen=True)
 class _Mask:
@@ -149,6 +152,10 @@ def _mask(node: Node, query: Var, key: Var, past_key: Var | None) -> _Mask:
         visible = given if rules is None else mb.logical_and(x=given, y=rules)
         blind = visible.val is None or bool((~visible.val.any(axis=-1)).any())
         return _Mask(visible, blind)
+    if dtype_of(given) != dtype_of(query):
+        # What hides a key in float32 must not become infinite: a row of such would be NaN. As it is, a query that may
+        # see nothing sees all keys by their scores, where float32 would have it see all alike.
+        given = mb.clip(x=cast(given, "fp32"), alpha=np.float32(-_HIDDEN), beta=np.float32(_HIDDEN))
     given = cast(given, dtype_of(query))
     if rules is not None:
         # A select has the shape of what it selects, whatever that of its condition.

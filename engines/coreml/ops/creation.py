@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ def ConstantOfShape(node: Node) -> Var:
     if not node.is_constant(0):
         return mb.fill(shape=node.input(0), value=value, name=node.name)
     shape = [int(size) for size in node.constant(0)]
+    node.check_size(shape)
     return mb.const(val=np.full(shape, value), name=node.name)
 
 
@@ -58,11 +60,15 @@ def EyeLike(node: Node) -> Var:
     if name is None:
         node.fail(f"makes {dtype.name.lower()}, which Core ML has no tensors of")
     rows, columns = (int(size) for size in x.shape)
+    node.check_size([rows, columns])
     return mb.const(val=np.eye(rows, columns, node.int("k", 0), dtype=_NUMPY[name]), name=node.name)
 
 
 @converter
 def Range(node: Node) -> Var:
+    if all(node.is_constant(i) for i in range(3)):
+        first, last, by = (float(node.constant(i).item()) for i in range(3))
+        node.check_size([math.ceil((last - first) / by) if by else 0])
     start, limit, step = (mb.squeeze(x=v) if v.rank else v for v in (node.input(i) for i in range(3)))
     return mb.range_1d(start=start, end=limit, step=step, name=node.name)
 
@@ -95,6 +101,7 @@ def OneHot(node: Node) -> Var:
     indices, values = node.input(0), node.input(2)
     depth, axis = int(node.constant(1).item()), node.int("axis", -1)
     axis = axis + indices.rank + 1 if axis < 0 else axis
+    node.check_size([depth])
     indices = cast(indices, "int32")
     zero = np.int32(0)
     counted = mb.select(cond=mb.less(x=indices, y=zero), a=mb.add(x=indices, y=np.int32(depth)), b=indices)

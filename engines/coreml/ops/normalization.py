@@ -51,12 +51,13 @@ def BatchNormalization(node: Node) -> Var | Sequence[Var]:
 
 @converter
 def InstanceNormalization(node: Node) -> Var:
-    x, scale, bias = node.input(0), node.input(1), node.input(2)
+    dtype = dtype_of(node.input(0))
+    x, scale, bias = (cast(node.input(i), "fp32") for i in range(3))
     epsilon = node.float("epsilon", 1e-5)
     if scale.val is not None and bias.val is not None and 3 <= x.rank <= 4:
-        return mb.instance_norm(x=x, gamma=scale, beta=bias, epsilon=constant(np.array(epsilon), x), name=node.name)
+        return cast(mb.instance_norm(x=x, gamma=scale, beta=bias, epsilon=np.float32(epsilon)), dtype)
     mean, variance = _statistics(x, list(range(2, x.rank)))
-    return _affine(_normalised(x, mean, variance, epsilon), scale, bias, 1)
+    return cast(_affine(_normalised(x, mean, variance, epsilon), scale, bias, 1), dtype)
 
 
 @converter
@@ -135,10 +136,10 @@ def LpNormalization(node: Node) -> Var:
 
 @converter
 def MeanVarianceNormalization(node: Node) -> Var:
-    x = node.input(0)
+    dtype, x = dtype_of(node.input(0)), cast(node.input(0), "fp32")
     mean, variance = _statistics(x, [axis % x.rank for axis in node.ints("axes", [0, 2, 3])])
-    deviation = mb.add(x=mb.sqrt(x=variance), y=constant(np.array(1e-9), x))
-    return mb.real_div(x=mb.sub(x=x, y=mean), y=deviation, name=node.name)
+    deviation = mb.add(x=mb.sqrt(x=variance), y=np.float32(1e-9))
+    return cast(mb.real_div(x=mb.sub(x=x, y=mean), y=deviation), dtype)
 
 
 @converter("SimplifiedLayerNormalization")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import ml_dtypes
@@ -10,6 +11,7 @@ import onnx_ir as ir
 from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import Var, types
 
+from intaglio.engines.coreml.deferred import deferred
 from intaglio.engines.coreml.node import Node
 from intaglio.engines.coreml.ops.convolutions import convolution
 from intaglio.engines.coreml.ops.products import integer_product, without_zero_point
@@ -219,15 +221,22 @@ def _saturated(steps: Var, zero: Var | None, low: int, high: int, name: str) -> 
 
 
 def _is_weight(node: Node) -> bool:
-    known = all(node.is_constant(i) for i in (0, 1)) and (node.optional(2) is None or node.is_constant(2))
-    return known and node.dtype(0) in _PACKED and node.input(0).rank >= 2 and node.constant(0).size >= _SMALL
+    if node.dtype(0) not in _PACKED:
+        return False
+    stored = node.stored(0)
+    # A weight of the graph is not unpacked to be looked at.
+    known = node.is_constant(1) and (stored is not None or node.is_constant(0))
+    if not known or (node.has_input(2) and not node.is_constant(2)):
+        return False
+    shape = stored.shape if stored is not None else node.constant(0).shape
+    return len(shape) >= 2 and math.prod(shape) >= _SMALL
 
 
 def _packed_weight(node: Node) -> Var:
     """A constant that Core ML unpacks: ``scale * (data - offset)`` by blocks."""
-    data, scale = node.constant(0), node.constant(1)
+    data, scale = _packed_data(node), node.constant(1)
     kind = _PACKED[node.dtype(0)]
-    zero = node.constant(2) if node.optional(2) is not None else None
+    zero = node.constant(2) if node.has_input(2) else None
     axis, block = node.int("axis", 1) % data.ndim, node.int("block_size", 0)
     if block and (data.shape[axis] % block or scale.shape[axis] * block != data.shape[axis]):
         node.fail(f"has blocks of {block} that do not fill the axis of {data.shape[axis]}")
@@ -242,7 +251,15 @@ def _packed_weight(node: Node) -> Var:
     held = {}
     if zero is not None and np.any(zero.astype(np.int32)):
         held["offset"] = zero.reshape(shape).astype(np.int32).astype(kind)
-    return mb.constexpr_blockwise_shift_scale(data=data.astype(np.int32).astype(kind), scale=scale, **held)
+    return mb.constexpr_blockwise_shift_scale(data=data, scale=scale, **held)
+
+
+def _packed_data(node: Node) -> np.ndarray:
+    """The integers of a weight as Core ML packs them; those that are stored so are read when they are written."""
+    dtype, stored = node.dtype(0), node.stored(0)
+    if stored is not None and stored.dtype.bitwidth in (4, 8):
+        return deferred(stored.shape, np.dtype(_PACKED[dtype]), stored.dtype.bitwidth, stored.read)
+    return node.constant(0).astype(np.int32).astype(_PACKED[dtype])
 
 
 def _dynamically(x: Var) -> tuple[Var, Var, Var]:

@@ -233,7 +233,10 @@ def Expand(node: Node) -> Var:
             return mb.logical_or(x=x, y=mb.fill(shape=shape, value=False), name=node.name)
         zero = np.zeros((), types.nptype_from_builtin(x.dtype))[()]
         return mb.add(x=x, y=mb.fill(shape=shape, value=zero), name=node.name)
-    return broadcast(x, [int(size) for size in node.constant(1)], node.name)
+    shape = [int(size) for size in node.constant(1)]
+    if x.val is not None:
+        node.check_size(shape)
+    return broadcast(x, shape, node.name)
 
 
 def broadcast(x: Var, shape: Sequence[int], name: str) -> Var:
@@ -257,6 +260,8 @@ def Tile(node: Node) -> Var:
     repeats = [int(r) for r in node.constant(1)]
     if any(r < 1 for r in repeats):
         node.fail(f"repeats {repeats} times, and Core ML holds no empty tensors")
+    if x.val is not None:
+        node.check_size([int(size) * times for size, times in zip(x.shape, repeats, strict=True)])
     return mb.tile(x=x, reps=repeats, name=node.name) if any(r != 1 for r in repeats) else x
 
 

@@ -205,6 +205,17 @@ class TestOnnxFiles:
         with pytest.raises(EngineError, match="runs on macOS"):
             load_model(path, "coreml")
 
+    def test_weights_that_an_engine_for_the_cpu_links_to(self, tmp_path: Path) -> None:
+        path = tmp_path / "net.onnx"
+        proto = model("g (float[2,300] x) => (float[2,300] y) { y = MatMul(x, w) }")
+        weight = np.random.default_rng(0).standard_normal((300, 300)).astype(np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+        onnx.save(proto, path, save_as_external_data=True, location="net.data", size_threshold=0)
+        intaglio.compile(path)
+        assert (tmp_path / "net.data").stat().st_nlink == 2
+        stage = intaglio.compile(path, "coreml").stages["net"]
+        assert stage.weight_bytes >= weight.nbytes
+
     def test_a_dim_without_bounds_is_told_with_the_option_that_gives_them(self, tmp_path: Path) -> None:
         path = self.write(tmp_path)
         with pytest.raises(CompileError, match=r"'batch' of the input 'x' has no greatest.*--shapes batch=MIN:OPT:MAX"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -134,6 +135,31 @@ REFUSED = {
         "g (double[1] x) => (double[1] y) <double[1] w = {1e200}> { y = Add(x, w) }",
         r"'w' holds the float64 1e\+200.*float32",
     ),
+    "float too small": (
+        "g (double[1] x) => (double[1] y) <double[1] w = {1e-200}> { y = Div(x, w) }",
+        r"'w' holds the float64 1e-200.*it is 0",
+    ),
+    "float of 8 bits": ("g (float8e4m3fn[3] x) => (float[3] y) { y = Cast<to=1>(x) }", r"'x' is float8e4m3fn"),
+    "sequence": ("g (seq(float[2]) x) => (seq(float[2]) y) { y = Identity(x) }", r"'x' is no tensor"),
+    "what nothing makes": ("g (float[2] x) => (float[2] y) { y = Add(x, z) }", r"\(Add, opset 17\) reads 'z'"),
+    "order of nodes": ("g (float[2] x) => (float[2] y) { y = Relu(z) z = Neg(x) }", r"\(Relu, opset 17\) reads 'z'"),
+    "constant too large": (
+        "g (float[1] x) => (float[n] y) <int64[2] s = {100000, 100000}> { z = ConstantOfShape(s) y = Add(z, x) }",
+        r"\(ConstantOfShape, opset 17\) makes a constant of the shape \[100000, 100000\]",
+    ),
+    "range too large": (
+        "g (int64[1] x) => (int64[n] y) <int64 a = {0}, int64 b = {100000000000}, int64 c = {1}> "
+        "{ r = Range(a, b, c) y = Add(r, x) }",
+        r"\(Range, opset 17\) makes a constant of the shape \[100000000000\]",
+    ),
+    "size of more than 31 bits": (
+        "g (float[1] x) => (float[n] y) <int64[2] p = {0, 100000000000}> { y = Pad(x, p) }",
+        r"'y' the shape.*31 bits",
+    ),
+    "shapes that do not fit": (
+        "g (float[2,3] x, float[4,3] z) => (float[n,m] y) { y = Add(x, z) }",
+        r"\(Add, opset 17\) cannot be built with the inputs x float\[2, 3\], z float\[4, 3\]",
+    ),
     "not constant": (
         "g (float[2,3] x, int64[1] a) => (float[m,n] y) { y = ReduceSum(x, a) }",
         r"needs the value of 'a'",
@@ -146,6 +172,54 @@ def test_what_core_ml_cannot_hold_is_refused(name: str) -> None:
     text, words = REFUSED[name]
     with pytest.raises(CompileError, match=words):
         packaged(model(text))
+
+
+def test_opsets_that_are_not_known_and_ops_that_meant_something_else_are_refused() -> None:
+    text = "g (float[2] x) => (float[2] y) { y = Add(x, x) }"
+    with pytest.raises(CompileError, match=r"model.onnx: is of opset 99; expected 7 to "):
+        packaged(model(text, 99))
+    with pytest.raises(CompileError, match=r"is of opset 6, in which Add \('y'\) is another op.*version_converter"):
+        packaged(model(text, 6))
+    packaged(model("g (bool[2] x) => (bool[2] y) { y = Not(x) }", 1))
+
+
+def test_a_failing_shape_inference_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(CompileError):
+        packaged(model(REFUSED["shapes that do not fit"][0]))
+    assert not caplog.records
+
+
+def test_what_is_computed_in_another_way_is_noted() -> None:
+    text = "g (double[3,4] x) => (int64[2,n] y) { z = Abs(x) y = NonZero(z) }"
+    assert packaged(model(text)).notes == (
+        "float64 is computed in float32",
+        "how much NonZero gives ('y') depends on the data",
+    )
+    known = "g (float[3] x) => (float[3] y) <float[2] k = {0, 1}> { i = NonZero(k) f = Cast<to=1>(i) y = Add(x, f) }"
+    assert packaged(model(known)).notes == ()
+    assert packaged(model(SMALL), {"batch": 1}).notes == ()
+
+
+def test_a_dim_of_minus_one_varies() -> None:
+    proto = model("g (float[b,3] x) => (float[b,3] y) { y = Relu(x) }")
+    proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value = -1
+    assert packaged(proto, {"x_dim0": 4}).inputs[0].shape == (4, 3)
+
+
+def test_subgraphs_that_are_nested_too_deeply(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "a0 = Relu(x)"
+    for i in range(20):
+        taken, other = f"t{i} () => (float[2] a{i}) {{ {text} }}", f"o{i} () => (float[2] b{i}) {{ b{i} = Neg(x) }}"
+        text = f"a{i + 1} = If (c) <then_branch = {taken}, else_branch = {other}>"
+    proto = model(f"g (float[2] x, bool c) => (float[2] a20) {{ {text} }}")
+    read = ir.from_proto(proto)
+    limit = sys.getrecursionlimit()
+    try:
+        sys.setrecursionlimit(len(inspect.stack()) + 60)
+        with pytest.raises(CompileError, match="nested too deeply"):
+            convert(read, "model.onnx")
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 def test_an_unknown_op_is_named_with_the_others_and_where_it_comes_from() -> None:

@@ -165,8 +165,11 @@ def test_the_function_for_given_sizes() -> None:
     assert functions["any"].outputs[0].shape == ("rows", WIDTH)
     assert package.function_for({"rows": 5, "batch": 1}) == "long"
     assert package.function_for({"rows": 9}) == "any"
-    with pytest.raises(InputError, match=r"no function for the sizes rows=6; it has short \(rows=2\); .*rows=8..16"):
-        package.function_for({"rows": 6})
+    for rows in (6, 7, 17):
+        with pytest.raises(
+            InputError, match=rf"no function for the sizes rows={rows}; it has short \(rows=2\); .*8..16"
+        ):
+            package.function_for({"rows": rows})
     x = np.ones((9, HEIGHT), np.float64)
     assert functions["any"].pack({"x": x})["x"].dtype == np.float32
 

@@ -55,11 +55,22 @@ def test_conv(case, known):
     check_node("Conv", [floats(*x), *(((kernel,), (bias,)) if known else (kernel, bias))], rtol=2e-5, **attributes)
 
 
+@pytest.mark.parametrize("size", [(9, 10), (12, 7)])
+@pytest.mark.parametrize("auto", ["SAME_UPPER", "SAME_LOWER"])
+def test_same_windows_over_sizes_that_vary(auto, size):
+    dims = {"n": Dim(min=1, max=4), "h": Dim(min=4, max=32), "w": Dim(min=4, max=32)}
+    x, how = floats(2, 3, *size), {"auto_pad": auto, "strides": [2, 3], "dims": dims, "vary": "n,3,h,w"}
+    check_node("Conv", [x, weight(5, 3, 3, 2)], rtol=2e-5, **how)
+    check_node("MaxPool", [x], kernel_shape=[3, 4], **how)
+    check_node("AveragePool", [x], kernel_shape=[3, 4], **how)
+
+
 def test_conv_over_sizes_that_vary():
     dims = {"n": Dim(min=1, max=4), "h": Dim(min=4, max=32), "w": Dim(min=4, max=32)}
     inputs = [floats(2, 3, 9, 10), weight(5, 3, 3, 3), weight(5)]
     check_node("Conv", inputs, vary="n,3,h,w", dims=dims, auto_pad="SAME_UPPER")
-    model, feeds = one_node("Conv", inputs, vary="n,3,h,w", auto_pad="SAME_UPPER", strides=[2, 2])
+    windows = {"kernel_shape": [2, 2], "strides": [2, 2]}
+    model, feeds = one_node("LpPool", inputs[:1], vary="n,3,h,w", auto_pad="SAME_UPPER", **windows)
     with pytest.raises(CompileError, match=r"SAME_UPPER.*size varies.*--shapes"):
         evaluated(model, feeds, dims=dims)
 
@@ -69,6 +80,8 @@ TRANSPOSED = [
     ((1, 4, 5, 6), (4, 3, 3, 3), {"strides": [2, 3], "pads": [1, 0, 0, 2], "output_padding": [1, 2]}),
     ((1, 4, 5, 6), (4, 2, 2, 3), {"group": 2, "dilations": [2, 2]}),
     ((1, 4, 5, 6), (4, 2, 3, 3), {"output_shape": [10, 12], "strides": [2, 2]}),
+    ((1, 4, 5, 6), (4, 2, 3, 3), {"output_shape": [10, 11], "strides": [2, 2], "auto_pad": "SAME_UPPER"}),
+    ((1, 4, 5, 6), (4, 2, 3, 3), {"output_shape": [10, 14], "strides": [2, 2], "output_padding": [1, 1]}),
     ((1, 4, 5, 6), (4, 2, 3, 4), {"auto_pad": "SAME_UPPER", "strides": [2, 2]}),
     ((1, 4, 5, 6), (4, 2, 2, 2), {"strides": [2, 2], "output_padding": [1, 1]}),
     ((1, 2, 3, 4, 3), (2, 2, 2, 2, 3), {"strides": [2, 1, 2]}),

@@ -164,6 +164,14 @@ def test_zeros_of_a_shape_that_is_fed() -> None:
     assert_same(proto, *({"x": x, "s": np.array(s)} for s in ([0, 0, 2, 2], [0, 3, -1, 1], [4, 0, 1, 2])))
 
 
+def test_zeros_of_a_shape_that_follows_from_others() -> None:
+    text = """g (float[b,3,4] x, float[b,n] z) => (float[a,b,c,d] y) <int64[1] k = {0}, int64[1] r = {2}> {
+        s = Shape<start=0, end=1>(z) q = Shape<start=1, end=2>(z) h = Div(q, r)
+        t = Concat<axis=0>(s, k, h, r) y = Reshape(x, t) }"""
+    feeds = [{"x": _float(b, 3, 4), "z": _float(b, 4)} for b in (2, 5)]
+    assert_same(model(text), *feeds, dims={"b": Dim(min=1, max=8), "n": Dim(min=4, max=6)})
+
+
 def test_a_condition_wider_than_what_it_chooses_from() -> None:
     text = """g (bool[3,4] c, float[4] x, int64[1] i) => (float[3,4] y, int64[3,4] j)
     <float z = {-2}, int64 k = {7}> { y = Where(c, z, x) j = Where(c, i, k) }"""

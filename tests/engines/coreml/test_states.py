@@ -23,10 +23,11 @@ from intaglio.engines.coreml.description import (
     CacheDescription,
     FunctionDescription,
     PackageDescription,
+    read_description,
 )
 from intaglio.engines.coreml.evaluator import Evaluator
 from intaglio.engines.coreml.package import write_package
-from intaglio.engines.coreml.states import convert_with_cache, has_cache
+from intaglio.engines.coreml.states import convert_with_cache, depends_on_call_length, has_cache
 from intaglio.errors import CompileError, EngineError, InputError
 
 BOUND = 5e-3
@@ -53,6 +54,7 @@ def appended(state: StateDecoder, cache: CacheDecoder, ids: np.ndarray, mask: np
 def test_text_in_pieces(name: str, tmp_path: Path) -> None:
     TINY[name].build(tmp_path / "checkpoint")
     intaglio.export(tmp_path / "checkpoint", tmp_path / "bundle")
+    assert depends_on_call_length(ir.load(tmp_path / "bundle" / "generate.onnx")) == TINY[name].dynamic
     description = write_decoder(tmp_path / "bundle", tmp_path / "m.mlpackage", context=CONTEXT, chunk=CHUNK)
     state = StateDecoder(tmp_path / "m.mlpackage", description)
     cache = CacheDecoder(tmp_path / "bundle")
@@ -130,6 +132,28 @@ def test_rows_padded_on_the_left(bundle: Path, tmp_path: Path) -> None:
     for end in (13, 14, 16):
         error, _ = appended(state, cache, ids[:, state.length : end], mask[:, :end])
         assert error <= BOUND
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["exported", "narrowed"])
+def test_float16(narrow: bool, bundle: Path, tmp_path: Path) -> None:
+    """Exported as float16, and narrowed from float32: both are compared with float32."""
+    half, path = bundle, tmp_path / "m.mlpackage"
+    if not narrow:
+        half = tmp_path / "half"
+        intaglio.export(bundle.parent / "checkpoint", half, dtype="float16")
+    state = StateDecoder(path, write_decoder(half, path, context=CONTEXT, chunk=CHUNK, narrow=narrow))
+    cache = CacheDecoder(bundle)
+    ids = np.random.default_rng().integers(0, 256, (1, CONTEXT))
+    for end in np.cumsum(PIECES[:5]):
+        error, _ = appended(state, cache, ids[:, state.length : end], np.ones((1, end), np.int64))
+        assert error <= BOUND
+    # Nothing is widened on its way into the cache or out of it.
+    program = Evaluator(path).program.functions["decode"]
+    made = {output.name: op.type for op in program.block.operations for output in op.outputs}
+    for operation in program.block.operations:
+        if operation.type == "slice_update":
+            (update,) = operation.arguments["update"]
+            assert made[update.name] != "cast"
 
 
 def test_packed_weights_are_stored_once(tmp_path: Path) -> None:
@@ -279,3 +303,15 @@ UNKNOWN = """g (float[1,heads,past,2] x, float[1,heads,1,2] n) => (float[1,heads
 def test_sizes_of_a_cache_that_are_not_known() -> None:
     with pytest.raises(CompileError, match=r"axis 1 of 'x' has no size that is known.*--shapes heads=N"):
         convert_with_cache(ir.from_proto(model(UNKNOWN)), "m", context=8, tokens=1)
+
+
+def test_a_cache_of_others_stays_inputs_and_outputs(tmp_path: Path) -> None:
+    proto = model("""g (float[1,1,before,2] x, float[1,1,1,2] n) => (float[1,1,after,2] y) {
+        y = Concat<axis = 2>(x, n) }""")
+    (tmp_path / "m.onnx").write_bytes(proto.SerializeToString())
+    intaglio.compile(tmp_path / "m.onnx", "coreml", shapes="before=1:2:4")
+    (package,) = tmp_path.rglob("*.mlpackage")
+    function = read_description(package).functions["main"]
+    assert [tensor.name for tensor in function.inputs] == ["x", "n"]
+    assert [tensor.name for tensor in function.outputs] == ["y"]
+    assert not function.states

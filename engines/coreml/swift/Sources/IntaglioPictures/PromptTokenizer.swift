@@ -14,7 +14,8 @@ struct PromptTokenizer {
         if let unknown = settings.unknown {
             said["unk_token"] = Config(unknown)
         }
-        let data = try HubApi.shared.configuration(fileURL: folder.appendingPathComponent(settings.tokenizer))
+        let file = folder.appendingPathComponent(settings.tokenizer).standardizedFileURL
+        let data = try HubApi.shared.configuration(fileURL: file)
         tokenizer = try AutoTokenizer.from(tokenizerConfig: Config(said), tokenizerData: data)
         self.settings = settings
         let found = ids(of: settings.probe.text)

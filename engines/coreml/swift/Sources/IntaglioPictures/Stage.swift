@@ -25,7 +25,7 @@ final class Stage {
         if let functionName = function.name {
             configuration.functionName = functionName
         }
-        let compiled = try await compiledCopy(of: folder.appendingPathComponent(stage.package))
+        let compiled = try await compiledCopy(of: folder.appendingPathComponent(stage.package).standardizedFileURL)
         self.name = name
         self.function = function
         model = try await MLModel.load(contentsOf: compiled, configuration: configuration)
@@ -50,7 +50,7 @@ final class Stage {
         // An array's rows may lie apart in memory; a shaped array counts that in.
         let floats = MLShapedArray<Float>(converting: array).scalars
         guard floats.allSatisfy(\.isFinite) else {
-            throw PictureError("\(output) of \(name) has values that are not finite; compile in float32, or choose other compute units")
+            throw PictureError("\(output) of \(name) is not finite; compile in float32, or choose other compute units")
         }
         return Tensor(floats, array.shape.map(\.intValue))
     }

@@ -1,0 +1,58 @@
+"""A portable stage as TensorRT takes it."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx_ir.passes.common import InlinePass, RemoveUnusedFunctionsPass, RemoveUnusedOpsetsPass
+
+from intaglio.engines.lowering.block_dequantize import BlockDequantizePass
+from intaglio.engines.lowering.decompose_attention import DecomposeAttentionPass, heads_of
+from intaglio.engines.lowering.fuse_gather import FuseGatherPass
+from intaglio.engines.lowering.fuse_nodes import attribute
+from intaglio.engines.lowering.plain_attention import PlainAttentionPass
+from intaglio.engines.lowering.scatter_cache import ScatterCachePass
+from intaglio.errors import InputError
+
+FLAVOURS = ("tensorrt-rtx", "tensorrt")
+# Head sizes of the fused attention of both flavours.
+_SMALLEST_HEAD, _LARGEST_HEAD = 16, 256
+
+
+def lower(model: ir.Model, flavour: str = "tensorrt-rtx", *, context: int = 0) -> list[str]:
+    """Lowers a portable stage in place; what the report is to say of it.
+
+    A key-value cache becomes buffers of ``context`` tokens (:mod:`intaglio.engines.lowering.scatter_cache` says which
+    inputs that changes), or stays as it is with 0.
+
+    Weights stay unread until the graph is written (:func:`intaglio.engines.lowering.external_weights.write_graph`).
+    Raises CompileError, InputError for an unknown flavour.
+    """
+    if flavour not in FLAVOURS:
+        raise InputError(f"the flavour {flavour!r} of TensorRT is unknown; there are {', '.join(FLAVOURS)}")
+    if context:
+        ScatterCachePass(context)(model)
+    gathers, weights, attention = FuseGatherPass(), BlockDequantizePass(), DecomposeAttentionPass(why_not_fused)
+    for each in (gathers, weights, attention, PlainAttentionPass()):
+        each(model)
+    # What is left of functions has a body that the parser takes or names.
+    for common in (InlinePass(), RemoveUnusedFunctionsPass(), RemoveUnusedOpsetsPass()):
+        common(model)
+    return [*weights.notes, *attention.notes]
+
+
+def why_not_fused(node: ir.Node) -> str | None:
+    """Why TensorRT has no fused kernel for an Attention node; None if it has one. Raises CompileError."""
+    query, key = node.inputs[:2]
+    if query is not None and query.dtype == ir.DataType.FLOAT:
+        return "float32 has no fused kernel"
+    if attribute(node, "softcap", 0.0):
+        return "softcap has no fused kernel"
+    heads = heads_of(node)
+    size = heads.size
+    if size is None or size != heads.value_size:
+        return "heads of keys and values differ in size"
+    if not _SMALLEST_HEAD <= size <= _LARGEST_HEAD or size % 4:
+        return f"heads of {size} have no fused kernel"
+    if query is key:
+        return "queries and keys are one tensor"
+    return None

@@ -1,0 +1,90 @@
+"""ONNX files given to TensorRT-RTX's parser and builder in a child process: its compiler can crash, and needs no GPU.
+
+What is built is not run: nothing here has a driver.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# The least, the usual and the greatest size of a named dim.
+Range = tuple[int, int, int]
+_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Built:
+    """What became of a file: ``layers`` of the parsed network by type, ``engine_bytes`` 0 where none was built."""
+
+    failure: str
+    layers: dict[str, int]
+    engine_bytes: int
+    messages: tuple[str, ...]
+
+
+def build_for_gpu(graph: Path, dims: Mapping[str, int | Range], sms: Sequence[int] = (86,)) -> Built:
+    """Parses and builds ``graph`` for the compute capabilities ``sms``; ``dims`` are those of its inputs by name."""
+    request = {"graph": str(graph), "dims": dict(dims), "sms": list(sms)}
+    done = subprocess.run(
+        [sys.executable, __file__], input=json.dumps(request), capture_output=True, text=True, timeout=_SECONDS
+    )
+    if done.returncode:
+        tail = tuple(done.stderr.splitlines()[-8:])
+        return Built(f"the builder ended with {done.returncode}", {}, 0, tail)
+    return Built(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def _build(request: dict[str, Any]) -> dict[str, Any]:
+    import tensorrt_rtx_bindings as trt
+
+    messages: list[str] = []
+
+    class Logger(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, text: str) -> None:
+            if severity <= trt.ILogger.Severity.WARNING:
+                messages.append(text)
+
+    def result(failure: str, engine_bytes: int = 0) -> dict[str, Any]:
+        counts: dict[str, int] = {}
+        for i in range(network.num_layers):
+            kind = network.get_layer(i).type.name
+            counts[kind] = counts.get(kind, 0) + 1
+        return {"failure": failure, "layers": counts, "engine_bytes": engine_bytes, "messages": messages[-8:]}
+
+    logger = Logger()
+    builder = trt.Builder(logger)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, logger)
+    if not parser.parse_from_file(request["graph"]):
+        return result("parser: " + "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors)))
+    config = builder.create_builder_config()
+    config.num_compute_capabilities = len(request["sms"])
+    for i, sm in enumerate(request["sms"]):
+        config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), i)
+    profile = builder.create_optimization_profile()
+    for i in range(network.num_inputs):
+        value = network.get_input(i)
+        if -1 in tuple(value.shape):
+            names = [value.get_dimension_name(axis) for axis in range(len(value.shape))]
+            sizes = [
+                request["dims"][name] if size == -1 else size for name, size in zip(names, value.shape, strict=True)
+            ]
+            profile.set_shape(
+                value.name, *([s if isinstance(s, int) else s[which] for s in sizes] for which in range(3))
+            )
+    config.add_optimization_profile(profile)
+    engine = builder.build_serialized_network(network, config)
+    return result("builder", 0) if engine is None else result("", engine.nbytes)
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\n" + json.dumps(_build(json.load(sys.stdin))) + "\n")
