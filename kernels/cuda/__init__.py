@@ -1,0 +1,1 @@
+"""Triton kernels for NVIDIA GPUs: the ternary matmul and flash attention, and their compilation ahead of time."""

@@ -1,0 +1,58 @@
+"""The kernels as TensorRT launches them from a plugin: inputs, then int32 numbers, then outputs; no other arguments.
+
+Tensors are contiguous and all numbers that are not int32 are constants. Everything fits portable tiles.
+"""
+
+# mypy: disable-error-code="no-untyped-def, misc"
+# The dialect of Triton has no types that mypy could check.
+
+import triton
+import triton.language as tl
+
+from intaglio.kernels.cuda.flash_attention import flash_attention_kernel
+from intaglio.kernels.cuda.ternary import ternary_matmul_kernel
+
+
+@triton.jit
+def ternary_plugin_kernel(
+    x, codes, scales, offsets, M, N, K, y,
+    GROUP: tl.constexpr, SCALE_IN_TILE: tl.constexpr, SWAPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """The node ``GroupedQuantMatMul`` with 2 bits, zero point 1 and no offsets; ``offsets`` is not read.
+
+    Grid ``ceil(M / BLOCK_M) * ceil(N / BLOCK_N)``.
+    """
+    ternary_matmul_kernel(
+        x, codes, scales, M, N, K, y, GROUP, SCALE_IN_TILE, SWAPPED, 1, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M
+    )
+
+
+@triton.jit
+def attention_plugin_kernel(
+    q, k, v, H, S, L, T, o,
+    D: tl.constexpr, CAUSAL: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Attention of contiguous ``[B, H, L, D]``, ``[B, S, T, D]`` twice, without a mask; CAP is 0 for no softcap.
+
+    CAUSAL: the last query sees all keys. Grid ``(ceil(L / BLOCK_L), B * H)``.
+    """
+    flash_attention_kernel(
+        q, k, v, q, H * L * D, L * D, D, S * T * D, T * D, D, S * T * D, T * D, D, 0, 0, 0, 0, H * L * D, L * D, D,
+        H, S, L, T, SCALE, CAP, T - L, o, o, D, 0, CAUSAL, CAP > 0.0, False, PRECISION, BLOCK_L, BLOCK_T, WIDTH,
+    )  # fmt: skip
+
+
+@triton.jit
+def masked_attention_plugin_kernel(
+    q, k, v, mask, H, S, L, T, mask_stride_b, mask_stride_h, o,
+    D: tl.constexpr, MASK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """As :func:`attention_plugin_kernel`, with a mask ``[B or 1, H or 1, L, T]`` whose strides are 0 along a 1."""
+    flash_attention_kernel(
+        q, k, v, mask, H * L * D, L * D, D, S * T * D, T * D, D, S * T * D, T * D, D,
+        mask_stride_b, mask_stride_h, T, 1, H * L * D, L * D, D,
+        H, S, L, T, SCALE, CAP, 0, o, o, D, MASK, False, CAP > 0.0, False, PRECISION, BLOCK_L, BLOCK_T, WIDTH,
+    )  # fmt: skip

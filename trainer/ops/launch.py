@@ -1,0 +1,33 @@
+"""What starting a Triton kernel on torch's tensors needs to know."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from intaglio.errors import RuntimeMissingError
+
+TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def architecture(device: torch.device) -> tuple[int, int]:
+    """Compute capability (90 for 9.0) and multiprocessors of a GPU; of anything else, those of a middling one."""
+    if device.type != "cuda":
+        return 80, 64
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor, torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def require_triton() -> None:
+    """Raises RuntimeMissingError where Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        raise RuntimeMissingError(
+            "Triton is not installed, which the CUDA kernels are written in; install it with "
+            "`pip install 'intaglio[triton]'`"
+        )
+
+
+def blocks(size: int, block: int) -> int:
+    """How many blocks hold ``size`` elements."""
+    return -(-size // block)
