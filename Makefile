@@ -12,6 +12,8 @@ ROOMS := src scripts exporters kernels engines runtimes trainer
 SOURCES := $(shell find $(ROOMS) -type d -not -name __pycache__) $(shell find $(ROOMS) -name '*.py' -o -path '*/swift/*' -o -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' -o -name py.typed)
 PAINTER := bundles/demo
 BUNDLE := bundles/smollm2
+# Processes that `make test` uses; each may need 3 GB.
+WORKERS ?= 2
 PROMPT ?= What is the capital of France?
 KLEIN := bundles/klein-random
 PICTURE ?= a tiny bonsai tree in a ceramic pot
@@ -27,7 +29,7 @@ demo-text: $(BUNDLE)/bundle.json
 	@$(BIN)/intaglio run $(BUNDLE) "$(PROMPT)" --chat
 
 test: $(VENV)/oracles
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 lint: $(VENV)/oracles
 	$(BIN)/ruff check .

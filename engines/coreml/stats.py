@@ -80,10 +80,9 @@ class _Counter:
 
     def all(self) -> Weights:
         """These and the others."""
-        packed = set().union(*self._packed)
-        plain = {place: count for place, count in self._plain.items() if place not in packed}
-        places = packed | set(plain)
-        return Weights(sum(self._packed.values()) + sum(plain.values()), sum(self._sizes[place] for place in places))
+        places = set().union(self._plain, *self._packed)
+        count = sum(self._packed.values()) + sum(self._plain.values())
+        return Weights(count, sum(self._sizes[place] for place in places))
 
     def add(self, function: Function) -> None:
         for block in _blocks(function.block):

@@ -5,6 +5,8 @@ Shape suffixes: K inputs, N outputs, G groups of inputs, V rows of a table.
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx_ir as ir
 from onnx_ir import convenience
 
@@ -43,7 +45,8 @@ class BlockDequantizePass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
         lower = {"GroupedQuantMatMul": self._product, "GroupedQuantGather": self._gather}
-        nodes = [node for node in graph if node.domain == DOMAIN and node.op_type in lower]
+        # Without a format it is a plugin's node of the same name.
+        nodes = [n for n in graph if n.domain == DOMAIN and n.op_type in lower and "bits" in n.attributes]
         for node in nodes:
             lower[node.op_type](graph, node)
         for op_type in lower:
@@ -128,7 +131,7 @@ class BlockDequantizePass(ir.passes.InPlacePass):
 
 def _dequantized(build: GraphBuilder, packed: PackedBlocks, dtype: ir.DataType) -> ir.Value:
     values, scales = build.initializer(packed.values()), build.initializer(packed.block_scales(dtype))
-    layout = {"axis": 0} if packed.is_per_row else {"axis": 1, "block_size": packed.block}
+    layout: dict[str, Any] = {"axis": 0} if packed.is_per_row else {"axis": 1, "block_size": packed.block}
     return build("DequantizeLinear", [values, scales], dtype, packed.shape, **layout)
 
 

@@ -89,7 +89,8 @@ def _decompose(graph: ir.Graph, node: ir.Node) -> None:
     is_flat = query.shape is not None and query.shape.rank() == 3
     if is_flat:
         query, key, value = (
-            _split(build, each, count) for each, count in ((query, heads.query), (key, heads.key), (value, heads.key))
+            split_heads(build, each, count)
+            for each, count in ((query, heads.query), (key, heads.key), (value, heads.key))
         )
     scale = attribute(node, "scale", 0.0) or (None if heads.size is None else heads.size**-0.5)
     if scale is None:
@@ -103,7 +104,7 @@ def _decompose(graph: ir.Graph, node: ir.Node) -> None:
     else:
         grouped = query
     scores = build("MatMul", [grouped, build("Transpose", [key], dtype, perm=[0, 1, 3, 2])], dtype)
-    ends = {"S": _size(build, query, 2), "T": _size(build, key, 2)}
+    ends = {"S": size_of(build, query, 2), "T": size_of(build, key, 2)}
     if shares:
         shape = build("Concat", [build.int64([0, heads.query]), ends["S"], ends["T"]], ir.DataType.INT64, axis=0)
         scores = build("Reshape", [scores, shape], dtype)
@@ -113,7 +114,7 @@ def _decompose(graph: ir.Graph, node: ir.Node) -> None:
         weights = build("Reshape", [weights, build("Concat", keys, ir.DataType.INT64, axis=0)], dtype)
     result = build("MatMul", [weights, value], dtype)
     if shares:
-        size = build.int64([heads.value_size]) if heads.value_size is not None else _size(build, value, 3)
+        size = build.int64([heads.value_size]) if heads.value_size is not None else size_of(build, value, 3)
         shape = build("Concat", [build.int64([0, heads.query]), ends["S"], size], ir.DataType.INT64, axis=0)
         result = build("Reshape", [result, shape], dtype)
     if is_flat:
@@ -132,7 +133,7 @@ def _softmax(
         bound = build.scalar(cap, dtype or _WIDE)
         scores = build("Mul", [build("Tanh", [build("Div", [scores, bound], dtype)], dtype), bound], dtype)
     if attribute(node, "is_causal", 0):
-        scores = build("Where", [_causal(build, ends), scores, build.scalar(-math.inf, dtype or _WIDE)], dtype)
+        scores = build("Where", [causal_mask(build, ends), scores, build.scalar(-math.inf, dtype or _WIDE)], dtype)
     if mask is not None and mask.dtype == ir.DataType.BOOL:
         scores = build("Where", [mask, scores, build.scalar(-math.inf, dtype or _WIDE)], dtype)
     elif mask is not None:
@@ -140,25 +141,29 @@ def _softmax(
     return build.cast(build("Softmax", [build.cast(scores, inner)], inner, axis=-1), dtype)
 
 
-def _causal(build: GraphBuilder, ends: dict[str, ir.Value]) -> ir.Value:
-    """``[S, T]``: True where a key is no later than the query, counted from the first of both, as ONNX has it."""
-    one, last = build.int64([1]), build.int64([-1])
-    rank = {
-        name: build("CumSum", [build("Expand", [one, end], ir.DataType.INT64), build.scalar(0, ir.DataType.INT64)],
-                    ir.DataType.INT64)
+def causal_mask(build: GraphBuilder, ends: dict[str, ir.Value], past: ir.Value | None = None) -> ir.Value:
+    """``[S, T]``: True where a key is no later than the query. ``ends`` are ``S`` and ``T``, int64 ``[1]``.
+
+    Both are counted from their first, as ONNX has it; ``past``, int64 ``[1]``, keys come before those of the queries.
+    """
+    one, zero = build.int64([1]), build.scalar(0, ir.DataType.INT64)
+    counted = {
+        name: build("CumSum", [build("Expand", [one, end], ir.DataType.INT64), zero], ir.DataType.INT64)
         for name, end in ends.items()
-    }  # fmt: skip
-    queries_S1 = build("Unsqueeze", [rank["S"], last], ir.DataType.INT64)
-    return build("LessOrEqual", [rank["T"], queries_S1], ir.DataType.BOOL)
+    }
+    queries_S = counted["S"] if past is None else build("Add", [counted["S"], past], ir.DataType.INT64)
+    queries_S1 = build("Unsqueeze", [queries_S, build.int64([-1])], ir.DataType.INT64)
+    return build("LessOrEqual", [counted["T"], queries_S1], ir.DataType.BOOL, [None, None])
 
 
-def _size(build: GraphBuilder, value: ir.Value, axis: int) -> ir.Value:
+def size_of(build: GraphBuilder, value: ir.Value, axis: int) -> ir.Value:
+    """The size of one axis, int64 ``[1]``."""
     return build("Shape", [value], ir.DataType.INT64, [1], start=axis, end=axis + 1)
 
 
-def _split(build: GraphBuilder, rows_BSD: ir.Value, heads: int) -> ir.Value:
+def split_heads(build: GraphBuilder, rows_BSD: ir.Value, heads: int) -> ir.Value:
     """``[B, S, H * E]`` to ``[B, H, S, E]``."""
-    width = rows_BSD.shape[2] if rows_BSD.shape is not None else None
-    size = width // heads if isinstance(width, int) else -1
-    rows = build("Reshape", [rows_BSD, build.int64([0, 0, heads, size])], rows_BSD.dtype)
-    return build("Transpose", [rows], rows_BSD.dtype, perm=_SWAP_HEADS)
+    batch, tokens, width = rows_BSD.shape or (None, None, None)
+    size = width // heads if isinstance(width, int) else None
+    rows = build("Reshape", [rows_BSD, build.int64([0, 0, heads, size or -1])], rows_BSD.dtype)
+    return build("Transpose", [rows], rows_BSD.dtype, [batch, heads, tokens, size], perm=_SWAP_HEADS)

@@ -25,8 +25,8 @@ class FuseDequantizePass(ir.passes.InPlacePass):
     """Turns ``(Cast(weight) - zero_point) * scale`` into ``DequantizeLinear(weight, scale, zero_point)``.
 
     The weight is an initializer of int8, uint8, int4 or uint4; the scale and the zero point, which may be left out, are
-    constants: one number, or one for each row of one axis. A float16 scale is written before opset 19 too, which made it
-    part of ONNX: the graph is for a converter.
+    constants: one number, or one for each row of one axis. A float16 scale is written before opset 19 too, which first
+    allowed it: the graph is for a converter.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:

@@ -26,9 +26,11 @@ class GraphBuilder:
         inputs: Sequence[ir.Value | None],
         dtype: ir.DataType | None,
         shape: Iterable[Any] | None = None,
+        *,
+        domain: str = "",
         **attributes: Any,
     ) -> ir.Value:
-        node = ir.node(op_type, inputs, attributes, name=f"{self._name}.{op_type}_{len(self._nodes)}")
+        node = ir.node(op_type, inputs, attributes, domain=domain, name=f"{self._name}.{op_type}_{len(self._nodes)}")
         value = node.outputs[0]
         value.name, value.shape = node.name, None if shape is None else ir.Shape(shape)
         value.type = None if dtype is None else ir.TensorType(dtype)
@@ -61,6 +63,11 @@ class GraphBuilder:
         """One number in ``dtype``."""
         name = f"{dtype.name.lower()}.{value!r}"
         return self.initializer(ir.Tensor(np.array(value, dtype.numpy()), dtype=dtype, name=name))
+
+    def insert_after(self, node: ir.Node) -> None:
+        """Puts what was collected behind ``node``, which stays."""
+        self._graph.insert_after(node, self._nodes)
+        self._nodes = []
 
     def replace(self, node: ir.Node, *outputs: ir.Value) -> None:
         """Puts what was collected where ``node`` was; its outputs, as many as there are ``outputs``, become these."""

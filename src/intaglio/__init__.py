@@ -81,9 +81,11 @@ def compile(  # noqa: A001 - the verb's name
 
     if output is not None:
         raise InputError(f"{source}: an output folder is for ONNX files; the engines of a bundle lie in the bundle")
-    finish = None
+    finish: Any = None
     if target == "coreml":
-        from intaglio.runtimes.coreml_swift import finish_coreml as finish
+        from intaglio.runtimes.coreml_swift import finish_coreml
+
+        finish = finish_coreml
     return compile_bundle(
         source, target, accuracy=accuracy, shapes=shapes, options=options, finish=finish, progress=progress
     )

@@ -134,7 +134,7 @@ def test_the_swift_package_is_copied_whole(bundle: Path) -> None:
 def test_the_settings_have_the_keys_that_swift_reads(bundle: Path) -> None:
     """Swift's decoder takes the names of properties, and nothing here can run it."""
     source = (ROOT / "engines/coreml/swift/Sources/PictureMath/Settings.swift").read_text()
-    structs = dict(re.findall(r"struct (\w+): Codable \{\n(.*?)\n    \}\n", source, re.DOTALL))
+    structs = dict(re.findall(r"    public struct (\w+): Codable \{\n(.*?)\n    \}\n", source, re.DOTALL))
     structs["PictureSettings"] = source[source.index("    public let version") : source.index("    public init")]
     fields = {
         name: dict(re.findall(r"public let (\w+): ([^\n]+)", body.partition("func ")[0]))

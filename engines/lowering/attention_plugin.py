@@ -1,0 +1,99 @@
+"""Leaves ``Attention`` that full TensorRT has no kernel for to our plugin of flash attention.
+
+Shape suffixes: B batch, H query heads, K key heads, S queries, T keys, E numbers of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx_ir as ir
+
+from intaglio.engines.lowering.decompose_attention import heads_of, split_heads
+from intaglio.engines.lowering.fuse_nodes import attribute
+from intaglio.engines.lowering.graph_builder import GraphBuilder
+from intaglio.kernels.grouped_quant import DOMAIN
+
+# The plugins' names.
+PLAIN, MASKED = "FlashAttention", "FlashAttentionMasked"
+# The largest heads that their kernels take.
+_LARGEST_HEAD = {ir.DataType.FLOAT: 128, ir.DataType.FLOAT16: 256, ir.DataType.BFLOAT16: 256}
+_SWAP_HEADS = [0, 2, 1, 3]
+_RANK = 4
+
+
+class AttentionPluginPass(ir.passes.InPlacePass):
+    """Replaces ``Attention`` by ``intaglio.FlashAttention(q, k, v)`` or ``FlashAttentionMasked(q, k, v, mask)``.
+
+    Queries are ``[B, H, S, E]``, keys and values ``[B, K, T, E]``, a mask has four axes and is boolean or of their
+    dtype; attributes are ``scale``, ``softcap`` (0 for none) and ``is_causal``. ``why`` says of a node why TensorRT has
+    no kernel for it, or None; what the plugin has none for either stays. After the call ``notes`` tell of the nodes.
+    """
+
+    def __init__(self, why: Callable[[ir.Node], str | None]) -> None:
+        super().__init__()
+        self._why = why
+        self.notes: list[str] = []
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        graph = model.graph
+        reasons: dict[str, int] = {}
+        for node in [node for node in graph if not node.domain and node.op_type == "Attention"]:
+            reason = self._why(node)
+            if reason is None or not _has_kernel(node):
+                continue
+            _replace(graph, node)
+            reasons[reason] = reasons.get(reason, 0) + 1
+        self.notes = [f"{count} of Attention as a plugin: {reason}" for reason, count in reasons.items()]
+        if reasons:
+            graph.opset_imports.setdefault(DOMAIN, 1)
+        return ir.passes.PassResult(model, modified=bool(reasons))
+
+
+def _has_kernel(node: ir.Node) -> bool:
+    inputs = (list(node.inputs) + [None] * 7)[:7]
+    query, mask, heads = inputs[0], inputs[3], heads_of(node)
+    used = any(output.uses() or output.is_graph_output() for output in node.outputs[1:])
+    if query is None or any(value is not None for value in inputs[4:]) or used:
+        return False
+    if mask is not None and (mask.shape is None or mask.shape.rank() > _RANK):
+        return False
+    if query.dtype not in _LARGEST_HEAD or heads.size is None or heads.size != heads.value_size:
+        return False
+    return heads.size <= _LARGEST_HEAD[query.dtype] and heads.query % heads.key == 0
+
+
+def _replace(graph: ir.Graph, node: ir.Node) -> None:
+    query, key, value, mask = (*node.inputs, None)[:4]
+    assert query is not None and key is not None and value is not None and query.shape is not None
+    build, heads, dtype = GraphBuilder(graph, str(node.outputs[0].name)), heads_of(node), query.dtype
+    assert heads.size is not None
+    is_flat = query.shape.rank() != _RANK
+    if is_flat:
+        query, key, value = (
+            split_heads(build, each, count)
+            for each, count in ((query, heads.query), (key, heads.key), (value, heads.key))
+        )
+    inputs = [query, key, value]
+    if mask is not None:
+        assert mask.shape is not None
+        mask = mask if mask.dtype == ir.DataType.BOOL else build.cast(mask, dtype)
+        missing = _RANK - (mask.shape.rank() if mask.shape is not None else _RANK)
+        if missing:
+            shape = [1] * missing + list(mask.shape or ())
+            mask = build("Unsqueeze", [mask, build.int64(list(range(missing)))], mask.dtype, shape)
+        inputs.append(mask)
+    result = build(
+        PLAIN if mask is None else MASKED,
+        inputs,
+        dtype,
+        None if is_flat else node.outputs[0].shape,
+        domain=DOMAIN,
+        scale=float(attribute(node, "scale", 0.0) or heads.size**-0.5),
+        softcap=float(attribute(node, "softcap", 0.0)),
+        is_causal=attribute(node, "is_causal", 0),
+    )
+    if is_flat:
+        rows = build("Transpose", [result], dtype, perm=_SWAP_HEADS)
+        result = build("Reshape", [rows, build.int64([0, 0, -1])], dtype)
+    build.replace(node, result)
