@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from intaglio.exporters.bundle import Dim, StageInfo
     from intaglio.progress import ProgressCallback
 
-TARGETS = ("cpu", "coreml", "tensorrt-rtx")
+TARGETS = ("cpu", "coreml", "tensorrt", "tensorrt-rtx")
 
 
 class Target(Protocol):
@@ -80,7 +80,7 @@ class Target(Protocol):
 
 
 # What may be said of how a target's sessions run, by the name that its ``load`` takes.
-_SESSION_OPTIONS = {"cpu": "threads", "coreml": "compute_units", "tensorrt-rtx": ""}
+_SESSION_OPTIONS = {"cpu": "threads", "coreml": "compute_units", "tensorrt": "", "tensorrt-rtx": ""}
 
 
 def session_options(target: str, *, threads: int = 0, compute_units: str | None = None) -> dict[str, Any]:

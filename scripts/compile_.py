@@ -50,6 +50,9 @@ def compile_(
             help="tensorrt-rtx: compute capabilities, as 86,89,120. Default: a portable engine, Ampere and on.",
         ),
     ] = None,
+    refit: Annotated[
+        bool, typer.Option("--refit", help="tensorrt: let LoRA exchange weights of the engine while it is loaded.")
+    ] = False,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="For an ONNX file: the engines' folder. Default: MODEL.engines beside it."),
@@ -69,6 +72,7 @@ def compile_(
             deployment_target=deployment_target,
             weights=weights,
             sm=sm,
+            refit=refit,
             progress=progress,
         )
     if as_json:

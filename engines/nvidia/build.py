@@ -17,11 +17,14 @@ from intaglio.engines.graph_stats import activation_dtype, count_nodes
 from intaglio.engines.lowering.external_weights import write_graph
 from intaglio.engines.lowering.narrow_dtype import NarrowDtypePass, broken_constants
 from intaglio.engines.memory import peak_rss_bytes
-from intaglio.engines.nvidia.bindings import import_tensorrt_rtx
+from intaglio.engines.nvidia.bindings import import_tensorrt, import_tensorrt_rtx
+from intaglio.engines.nvidia.full import has_few_rows, mark_refittable, refittable
 from intaglio.engines.nvidia.lower import lower
-from intaglio.engines.nvidia.options import BFLOAT16_SINCE, INT4_SINCE, RtxOptions
+from intaglio.engines.nvidia.options import BFLOAT16_SINCE, INT4_SINCE, FullOptions, RtxOptions
 from intaglio.engines.nvidia.profiles import Range, profile
 from intaglio.engines.nvidia.stats import handed_over
+from intaglio.engines.nvidia.timing_cache import TimingCache
+from intaglio.engines.shapes import largest_sizes
 from intaglio.errors import CompileError, IntaglioError
 from intaglio.exporters.bundle import Dim, TensorInfo
 
@@ -29,16 +32,36 @@ from intaglio.exporters.bundle import Dim, TensorInfo
 _MOST_SAID = 3
 
 
-def build(graph: Path, artifact: Path, profiles: Sequence[Mapping[str, Range]], options: RtxOptions) -> dict[str, Any]:
-    """Lowers ``graph`` and builds ``artifact`` of it; what the report says. Raises CompileError."""
-    model, notes = lowered_model(graph, options)
+Options = RtxOptions | FullOptions
+
+
+def build(
+    graph: Path,
+    artifact: Path,
+    profiles: Sequence[Mapping[str, Range]],
+    options: Options,
+    largest: Sequence[Mapping[str, int]] = (),
+    measured: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Lowers ``graph`` and builds ``artifact`` of it; what the report says. Raises CompileError.
+
+    For full TensorRT, ``largest`` are the greatest sizes of each profile, ``measured`` the compiler and the device.
+    """
+    model, notes = lowered_model(graph, options, largest)
     handed = handed_over(model)
-    _check_capabilities(graph.stem, handed.dtypes, options.sm)
+    if isinstance(options, RtxOptions):
+        _check_capabilities(graph.stem, handed.dtypes, options.sm)
+    exchanged = refittable(model) if isinstance(options, FullOptions) and options.refit else []
     with tempfile.TemporaryDirectory(prefix=".lowered-", dir=artifact.parent) as folder:
         lowered = Path(folder) / f"{graph.stem}.onnx"
         write_graph(model, lowered)
         del model
-        artifact.write_bytes(_build_plan(graph.stem, lowered, profiles, options))
+        if isinstance(options, RtxOptions):
+            plan = _build_plan(import_tensorrt_rtx(), graph.stem, lowered, profiles, options)
+        else:
+            timing = TimingCache(*measured)
+            plan = _build_plan(import_tensorrt(), graph.stem, lowered, profiles, options, exchanged, timing)
+        artifact.write_bytes(plan)
     return {
         **handed.for_report(),
         # Lowering takes apart those that have no kernel.
@@ -49,7 +72,9 @@ def build(graph: Path, artifact: Path, profiles: Sequence[Mapping[str, Range]], 
     }
 
 
-def lowered_model(graph: Path, options: RtxOptions) -> tuple[ir.Model, list[str]]:
+def lowered_model(
+    graph: Path, options: Options, largest: Sequence[Mapping[str, int]] = ()
+) -> tuple[ir.Model, list[str]]:
     """The portable ``graph`` as TensorRT is given it, and what the report says of that. Raises CompileError."""
     model = load_graph(graph)
     notes = [f"{name}: {reason}" for name, reason in broken_constants(model.graph).items()]
@@ -57,7 +82,10 @@ def lowered_model(graph: Path, options: RtxOptions) -> tuple[ir.Model, list[str]
         narrow = NarrowDtypePass(ir.DataType.FLOAT16)
         narrow(model)
         notes += [f"{name} stays float32: {reason}" for name, reason in narrow.kept.items()]
-    notes += lower(model, "tensorrt-rtx")
+    if isinstance(options, RtxOptions):
+        notes += lower(model, "tensorrt-rtx")
+    else:
+        notes += lower(model, "tensorrt", few_rows=has_few_rows(model, largest))
     return model, notes
 
 
@@ -70,8 +98,19 @@ def _check_capabilities(name: str, dtypes: Sequence[str], sm: Sequence[int]) -> 
             )
 
 
-def _build_plan(name: str, lowered: Path, profiles: Sequence[Mapping[str, Range]], options: RtxOptions) -> memoryview:
-    trt = import_tensorrt_rtx()
+def _build_plan(
+    trt: Any,
+    name: str,
+    lowered: Path,
+    profiles: Sequence[Mapping[str, Range]],
+    options: Options,
+    exchanged: Sequence[str] = (),
+    timing: TimingCache | None = None,
+) -> memoryview:
+    if isinstance(options, FullOptions):
+        from intaglio.engines.nvidia.plugins import register_plugins
+
+        register_plugins(trt)
     said: list[str] = []
     builder = trt.Builder(_logger(trt, said))
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
@@ -79,9 +118,12 @@ def _build_plan(name: str, lowered: Path, profiles: Sequence[Mapping[str, Range]
     if not parser.parse_from_file(str(lowered)):
         raise CompileError(f"{name}: TensorRT cannot read the graph: {_parser_errors(parser)}")
     config = builder.create_builder_config()
-    # A first weight that is read and a tactic that is timed need a driver: here nothing is timed.
     config.progress_monitor = _monitor(trt, name)
-    if options.sm:
+    if timing is not None:
+        timing.attach(config)
+    if exchanged:
+        mark_refittable(trt, network, config, exchanged)
+    if isinstance(options, RtxOptions) and options.sm:
         config.num_compute_capabilities = len(options.sm)
         for i, sm in enumerate(options.sm):
             config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), i)
@@ -92,6 +134,8 @@ def _build_plan(name: str, lowered: Path, profiles: Sequence[Mapping[str, Range]
         raise CompileError(
             f"{name}: TensorRT cannot build it: {'; '.join(said[-_MOST_SAID:]) or 'it does not say why'}"
         )
+    if timing is not None:
+        timing.keep(config)
     return memoryview(plan)
 
 
@@ -164,9 +208,12 @@ def main() -> int:
     try:
         inputs = [TensorInfo.model_validate(each) for each in request["inputs"]]
         dims = [{name: Dim.model_validate(dim) for name, dim in each.items()} for each in request["variants"]]
-        result = build(
-            graph, artifact, [profile(inputs, each) for each in dims], RtxOptions.model_validate(request["options"])
-        )
+        profiles = [profile(inputs, each) for each in dims]
+        if request["flavour"] == "tensorrt":
+            full, largest = FullOptions.model_validate(request["options"]), [largest_sizes(each) for each in dims]
+            result = build(graph, artifact, profiles, full, largest, request["measured"])
+        else:
+            result = build(graph, artifact, profiles, RtxOptions.model_validate(request["options"]))
     except IntaglioError as error:
         sys.stderr.write(" ".join(str(error).split()) + "\n")
         return REFUSED

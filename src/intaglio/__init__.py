@@ -59,17 +59,19 @@ def compile(  # noqa: A001 - the verb's name
     deployment_target: str | None = None,
     weights: str | None = None,
     sm: str | None = None,
+    refit: bool = False,
     progress: ProgressCallback | None = None,
 ) -> Report:
     """Compiles a bundle (``engines.compile.compile_bundle``) or an ONNX file (``engines.compile_model.compile_model``).
 
-    ``dtype``, ``deployment_target`` and ``weights`` are options of the target ``coreml``: see its ``Options``.
-    Raises InputError where ``output`` is given for a bundle, whose engines lie in it; else the errors of those two.
+    ``dtype``, ``deployment_target`` and ``weights`` are options of the target ``coreml``: see its ``Options``. ``refit`` is
+    of ``tensorrt``: weights of its engines can be exchanged. Raises InputError where ``output`` is given for a bundle, whose engines lie in it; else the errors of those two.
     """
     from intaglio.engines.model_engine import is_model
     from intaglio.errors import InputError
 
     given = {"dtype": dtype, "deployment_target": deployment_target, "weights": weights, "sm": sm}
+    given["refit"] = "yes" if refit else None
     options = {name: value for name, value in given.items() if value is not None}
     if is_model(Path(source)):
         from intaglio.engines.compile_model import compile_model
