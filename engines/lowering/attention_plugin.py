@@ -27,8 +27,8 @@ class AttentionPluginPass(ir.passes.InPlacePass):
 
     Queries are ``[B, H, S, E]``, keys and values ``[B, K, T, E]``, a mask has four axes and is boolean or of their
     dtype; attributes are ``scale``, ``softcap`` (0 for none) and ``is_causal``. ``why`` says of a node why TensorRT has
-    no kernel for it, or None; what the plugin has none for either stays, and so does one under a mask whose axes are not
-    known. After the call ``notes`` tell of the nodes.
+    no kernel for it, or None; what the plugin has none for either stays, and so does one under a mask whose axes are
+    not known. After the call ``notes`` tell of the nodes.
     """
 
     def __init__(self, why: Callable[[ir.Node], str | None]) -> None:

@@ -1,6 +1,6 @@
 """LoRA on a built engine of full TensorRT: weights of products are exchanged while it stays loaded.
 
-What an engine holds is always computed from the base weights, which are the bundle's, and never from what it held before:
+What an engine holds is always computed from the base weights, which are the bundle's, and never from what it held:
 no adapter leaves a residue. Names of weights are the checkpoint's own.
 """
 

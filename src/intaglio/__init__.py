@@ -64,8 +64,9 @@ def compile(  # noqa: A001 - the verb's name
 ) -> Report:
     """Compiles a bundle (``engines.compile.compile_bundle``) or an ONNX file (``engines.compile_model.compile_model``).
 
-    ``dtype``, ``deployment_target`` and ``weights`` are options of the target ``coreml``: see its ``Options``. ``refit`` is
-    of ``tensorrt``: weights of its engines can be exchanged. Raises InputError where ``output`` is given for a bundle, whose engines lie in it; else the errors of those two.
+    ``dtype``, ``deployment_target`` and ``weights`` are options of the target ``coreml``: see its ``Options``.
+    ``refit`` is of ``tensorrt``: LoRA may exchange weights of its engines.
+    Raises InputError where ``output`` is given for a bundle, whose engines lie in it; else the errors of those two.
     """
     from intaglio.engines.model_engine import is_model
     from intaglio.errors import InputError
