@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from intaglio.exporters.bundle import Dim, StageInfo
     from intaglio.progress import ProgressCallback
 
-TARGETS = ("cpu", "coreml", "tensorrt-rtx", "cuda")
+TARGETS = ("cpu", "coreml", "tensorrt", "tensorrt-rtx", "cuda")
 # Those whose engines lie in the memory of an NVIDIA GPU.
-_ON_GPU = ("tensorrt-rtx", "cuda")
+_ON_GPU = ("tensorrt", "tensorrt-rtx", "cuda")
 
 
 class Target(Protocol):

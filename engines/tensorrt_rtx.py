@@ -83,17 +83,18 @@ def build(
 
     Raises CompileError with the child's own message, CancelledError.
     """
-    return _build(graph, artifact, stage.inputs, identity, progress, context_of(stage.inputs, identity.shapes))
+    context = context_of(stage.inputs, identity.shapes)
+    return build_in_child(graph, artifact, stage.inputs, identity, progress, context)
 
 
 def build_model(
     graph: Path, artifact: Path, described: OnnxFile, identity: Identity, given: frozenset[str]
 ) -> StageReport:
     """Likewise, of an ONNX file that others wrote."""
-    return _build(graph, artifact, described.inputs, identity, None)
+    return build_in_child(graph, artifact, described.inputs, identity, None)
 
 
-def _build(
+def build_in_child(
     graph: Path,
     artifact: Path,
     inputs: tuple[Tensor, ...],
@@ -101,15 +102,18 @@ def _build(
     progress: ProgressCallback | None,
     context: int = 0,
 ) -> StageReport:
+    """Builds for either flavour of TensorRT, as the identity says. Raises CompileError, CancelledError."""
     started = time.monotonic()
     variants = identity.variants or (identity.shapes,)
     request = {
+        "flavour": identity.target,
         "graph": str(graph),
         "artifact": str(artifact),
         "inputs": [{"name": each.name, "dtype": each.dtype, "shape": each.shape} for each in inputs],
         "variants": [{name: dim.model_dump() for name, dim in dims.items()} for dims in variants],
         "options": identity.options,
         "context": context,
+        "measured": [identity.compiler, identity.device],
     }
     done = run_child("nvidia.build", request, progress)
     if done.returncode == REFUSED and done.stderr.strip():

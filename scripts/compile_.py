@@ -53,6 +53,9 @@ def compile_(
     provider: Annotated[
         str | None, typer.Option(help="cuda: which provider of onnxruntime runs it, cuda (the default) or tensorrt.")
     ] = None,
+    refit: Annotated[
+        bool, typer.Option("--refit", help="tensorrt: let LoRA exchange weights of the engine while it is loaded.")
+    ] = False,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="For an ONNX file: the engines' folder. Default: MODEL.engines beside it."),
@@ -73,6 +76,7 @@ def compile_(
             weights=weights,
             sm=sm,
             provider=provider,
+            refit=refit,
             progress=progress,
         )
     if as_json:

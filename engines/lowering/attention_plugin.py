@@ -27,7 +27,8 @@ class AttentionPluginPass(ir.passes.InPlacePass):
 
     Queries are ``[B, H, S, E]``, keys and values ``[B, K, T, E]``, a mask has four axes and is boolean or of their
     dtype; attributes are ``scale``, ``softcap`` (0 for none) and ``is_causal``. ``why`` says of a node why TensorRT has
-    no kernel for it, or None; what the plugin has none for either stays. After the call ``notes`` tell of the nodes.
+    no kernel for it, or None; what the plugin has none for either stays, and so does one under a mask whose axes are
+    not known. After the call ``notes`` tell of the nodes.
     """
 
     def __init__(self, why: Callable[[ir.Node], str | None]) -> None:
@@ -56,11 +57,24 @@ def _has_kernel(node: ir.Node) -> bool:
     used = any(output.uses() or output.is_graph_output() for output in node.outputs[1:])
     if query is None or any(value is not None for value in inputs[4:]) or used:
         return False
-    if mask is not None and (mask.shape is None or mask.shape.rank() > _RANK):
+    if mask is not None and not _is_broadcast(mask, query, inputs[1], heads.query):
         return False
     if query.dtype not in _LARGEST_HEAD or heads.size is None or heads.size != heads.value_size:
         return False
     return heads.size <= _LARGEST_HEAD[query.dtype] and heads.query % heads.key == 0
+
+
+def _is_broadcast(mask: ir.Value, query: ir.Value, key: ir.Value | None, heads: int) -> bool:
+    """Whether each axis of a mask is known to be that of the scores, or 1: the kernel reads it where it lies."""
+    if mask.shape is None or not 2 <= mask.shape.rank() <= _RANK:
+        return False
+    assert query.shape is not None and key is not None and key.shape is not None
+    rows = 1 if query.shape.rank() != _RANK else 2
+    scores = [query.shape[0], heads, query.shape[rows], key.shape[rows]]
+    dims = [dim if isinstance(dim, int) else dim.value for dim in mask.shape]
+    known = [dim if isinstance(dim, int) else dim.value for dim in scores][-len(dims) :]
+    pairs = list(zip(dims, known, strict=True))
+    return all(dim is not None and dim in (1, own) for dim, own in pairs) and dims[-1] == known[-1]
 
 
 def _replace(graph: ir.Graph, node: ir.Node) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 
 from intaglio.errors import RuntimeMissingError
 
+# Plugins are compiled ahead of time since 10.9, and found by the domain of their node since 10.10.
+_SINCE = (10, 10)
+
 
 def import_tensorrt_rtx() -> Any:
     """TensorRT for RTX. Raises RuntimeMissingError saying how to install it."""
@@ -19,3 +22,21 @@ def import_tensorrt_rtx() -> Any:
         f"TensorRT for RTX cannot be imported ({reason}). Install intaglio with its extra `tensorrt-rtx`: "
         "from a checkout, pip install '.[tensorrt-rtx]'"
     ) from reason
+
+
+def import_tensorrt() -> Any:
+    """TensorRT itself, with ``tensorrt.plugin``. Raises RuntimeMissingError saying how to install it."""
+    try:
+        trt = importlib.import_module("tensorrt")
+        importlib.import_module("tensorrt.plugin")
+    except (ImportError, OSError) as error:
+        raise RuntimeMissingError(
+            f"TensorRT cannot be imported ({error}). Install it from NVIDIA's index: pip install --extra-index-url "
+            "https://pypi.nvidia.com tensorrt-cu13, or compile for the target tensorrt-rtx"
+        ) from error
+    version = tuple(int(part) for part in trt.__version__.split(".")[:2])
+    if version < _SINCE:
+        raise RuntimeMissingError(
+            f"TensorRT is {trt.__version__}, and {_SINCE[0]}.{_SINCE[1]} is the first that finds our plugins; update it"
+        )
+    return trt

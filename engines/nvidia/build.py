@@ -17,12 +17,14 @@ from intaglio.engines.graph_stats import activation_dtype, count_nodes
 from intaglio.engines.lowering.external_weights import write_graph
 from intaglio.engines.lowering.narrow_dtype import NarrowDtypePass, broken_constants
 from intaglio.engines.memory import peak_rss_bytes
-from intaglio.engines.nvidia.bindings import import_tensorrt_rtx
+from intaglio.engines.nvidia.bindings import import_tensorrt, import_tensorrt_rtx
+from intaglio.engines.nvidia.full import has_few_rows, mark_refittable, refittable
 from intaglio.engines.nvidia.lower import lower
-from intaglio.engines.nvidia.options import BFLOAT16_SINCE, INT4_SINCE, RtxOptions
+from intaglio.engines.nvidia.options import BFLOAT16_SINCE, INT4_SINCE, FullOptions, RtxOptions
 from intaglio.engines.nvidia.profiles import Range, profile
 from intaglio.engines.nvidia.stats import handed_over
-from intaglio.engines.shapes import Tensor
+from intaglio.engines.nvidia.timing_cache import TimingCache
+from intaglio.engines.shapes import Tensor, largest_sizes
 from intaglio.errors import CompileError, IntaglioError
 from intaglio.exporters.bundle import Dim, TensorInfo
 
@@ -30,28 +32,40 @@ from intaglio.exporters.bundle import Dim, TensorInfo
 _MOST_SAID = 3
 
 
+Options = RtxOptions | FullOptions
+
+
 def build(
     graph: Path,
     artifact: Path,
     inputs: Sequence[Tensor],
     variants: Sequence[Mapping[str, Dim]],
-    options: RtxOptions,
+    options: Options,
     context: int = 0,
+    measured: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Lowers ``graph`` and builds ``artifact`` of it; what the report says.
 
     ``inputs`` are those of the portable graph, with the names that the dims of each of the ``variants`` have. A
-    key-value cache becomes buffers of ``context`` tokens. Raises CompileError.
+    key-value cache becomes buffers of ``context`` tokens. For full TensorRT, ``measured`` are the compiler and the
+    device. Raises CompileError.
     """
-    model, notes = lowered_model(graph, options, context)
+    model, notes = lowered_model(graph, options, context, [largest_sizes(each) for each in variants])
     profiles = [profile(lowered_inputs(model, inputs), dims) for dims in variants]
     handed = handed_over(model)
-    _check_capabilities(graph.stem, handed.dtypes, options.sm)
+    if isinstance(options, RtxOptions):
+        _check_capabilities(graph.stem, handed.dtypes, options.sm)
+    exchanged = refittable(model) if isinstance(options, FullOptions) and options.refit else []
     with tempfile.TemporaryDirectory(prefix=".lowered-", dir=artifact.parent) as folder:
         lowered = Path(folder) / f"{graph.stem}.onnx"
         write_graph(model, lowered)
         del model
-        artifact.write_bytes(_build_plan(graph.stem, lowered, profiles, options))
+        if isinstance(options, RtxOptions):
+            plan = _build_plan(import_tensorrt_rtx(), graph.stem, lowered, profiles, options)
+        else:
+            timing = TimingCache(*measured)
+            plan = _build_plan(import_tensorrt(), graph.stem, lowered, profiles, options, exchanged, timing)
+        artifact.write_bytes(plan)
     return {
         **handed.for_report(),
         # Lowering takes apart those that have no kernel.
@@ -62,10 +76,13 @@ def build(
     }
 
 
-def lowered_model(graph: Path, options: RtxOptions, context: int = 0) -> tuple[ir.Model, list[str]]:
+def lowered_model(
+    graph: Path, options: Options, context: int = 0, largest: Sequence[Mapping[str, int]] = ()
+) -> tuple[ir.Model, list[str]]:
     """The portable ``graph`` as TensorRT is given it, and what the report says of that. Raises CompileError.
 
-    ``context`` is the length of the buffers that a key-value cache becomes; 0 leaves it as it is.
+    ``context`` is the length of the buffers that a key-value cache becomes; 0 leaves it as it is. ``largest`` are the
+    greatest sizes of each profile, which full TensorRT's plugins are chosen by.
     """
     model = load_graph(graph)
     notes = [f"{name}: {reason}" for name, reason in broken_constants(model.graph).items()]
@@ -73,7 +90,10 @@ def lowered_model(graph: Path, options: RtxOptions, context: int = 0) -> tuple[i
         narrow = NarrowDtypePass(ir.DataType.FLOAT16)
         narrow(model)
         notes += [f"{name} stays float32: {reason}" for name, reason in narrow.kept.items()]
-    notes += lower(model, "tensorrt-rtx", context=context)
+    if isinstance(options, RtxOptions):
+        notes += lower(model, "tensorrt-rtx", context=context)
+    else:
+        notes += lower(model, "tensorrt", context=context, few_rows=has_few_rows(model, largest))
     return model, notes
 
 
@@ -101,8 +121,19 @@ def _check_capabilities(name: str, dtypes: Sequence[str], sm: Sequence[int]) -> 
             )
 
 
-def _build_plan(name: str, lowered: Path, profiles: Sequence[Mapping[str, Range]], options: RtxOptions) -> memoryview:
-    trt = import_tensorrt_rtx()
+def _build_plan(
+    trt: Any,
+    name: str,
+    lowered: Path,
+    profiles: Sequence[Mapping[str, Range]],
+    options: Options,
+    exchanged: Sequence[str] = (),
+    timing: TimingCache | None = None,
+) -> memoryview:
+    if isinstance(options, FullOptions):
+        from intaglio.engines.nvidia.plugins import register_plugins
+
+        register_plugins(trt)
     said: list[str] = []
     builder = trt.Builder(_logger(trt, said))
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
@@ -110,9 +141,12 @@ def _build_plan(name: str, lowered: Path, profiles: Sequence[Mapping[str, Range]
     if not parser.parse_from_file(str(lowered)):
         raise CompileError(f"{name}: TensorRT cannot read the graph: {_parser_errors(parser)}")
     config = builder.create_builder_config()
-    # A first weight that is read and a tactic that is timed need a driver: here nothing is timed.
     config.progress_monitor = _monitor(trt, name)
-    if options.sm:
+    if timing is not None:
+        timing.attach(config)
+    if exchanged:
+        mark_refittable(trt, network, config, exchanged)
+    if isinstance(options, RtxOptions) and options.sm:
         config.num_compute_capabilities = len(options.sm)
         for i, sm in enumerate(options.sm):
             config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), i)
@@ -123,6 +157,8 @@ def _build_plan(name: str, lowered: Path, profiles: Sequence[Mapping[str, Range]
         raise CompileError(
             f"{name}: TensorRT cannot build it: {'; '.join(said[-_MOST_SAID:]) or 'it does not say why'}"
         )
+    if timing is not None:
+        timing.keep(config)
     return memoryview(plan)
 
 
@@ -195,9 +231,9 @@ def main() -> int:
     try:
         inputs = [TensorInfo.model_validate(each) for each in request["inputs"]]
         dims = [{name: Dim.model_validate(dim) for name, dim in each.items()} for each in request["variants"]]
-        result = build(
-            graph, artifact, inputs, dims, RtxOptions.model_validate(request["options"]), request.get("context", 0)
-        )
+        kind = FullOptions if request["flavour"] == "tensorrt" else RtxOptions
+        options = kind.model_validate(request["options"])
+        result = build(graph, artifact, inputs, dims, options, request["context"], request["measured"])
     except IntaglioError as error:
         sys.stderr.write(" ".join(str(error).split()) + "\n")
         return REFUSED

@@ -56,3 +56,29 @@ def read_rtx_options(given: Mapping[str, str]) -> RtxOptions:
             f"--sm is {given['sm']!r}, expected numbers among {known}, comma-separated: 86 is compute capability 8.6. "
             "GPUs of datacentres (90, 100) take the target tensorrt"
         ) from error
+
+
+class FullOptions(BaseModel):
+    """Of the target ``tensorrt``: ``dtype`` as above; ``refit`` lets the weights of products be exchanged, for LoRA."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dtype: Literal["float16"] | None = None
+    refit: bool = False
+
+
+def read_full_options(given: Mapping[str, str]) -> FullOptions:
+    """The options of these values. Raises InputError saying what there is."""
+    try:
+        return FullOptions.model_validate(dict(given))
+    except ValidationError as error:
+        name = str(error.errors()[0]["loc"][0])
+        if name == "dtype":
+            raise InputError(f"--dtype is {given['dtype']!r}, expected float16") from error
+        if name == "refit":
+            raise InputError(f"--refit is {given['refit']!r}, expected yes or no") from error
+        if name == "sm":
+            raise InputError(
+                "--sm: the target tensorrt builds for the GPU of this machine; tensorrt-rtx takes --sm"
+            ) from error
+        raise InputError(f"--{name.replace('_', '-')}: is no option of the target tensorrt") from error

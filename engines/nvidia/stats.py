@@ -9,6 +9,10 @@ from typing import Any
 
 import onnx_ir as ir
 
+from intaglio.engines.lowering.ternary_plugin import FEW_ROWS, MANY_ROWS
+from intaglio.kernels.grouped_quant import DOMAIN
+
+_IN_WORD = 16
 _QUANTIZED = {ir.DataType.INT4: "int4", ir.DataType.UINT4: "uint4", ir.DataType.INT8: "int8"}
 
 
@@ -54,10 +58,20 @@ def handed_over(model: ir.Model) -> HandedOver:
             for value in node.inputs[1:]:
                 if value is not None and value.const_value is not None:
                     scale_values.add(value)
+    words = set[ir.Value]()
+    for node in graph.all_nodes():
+        # Our plugins read codes of 2 bits out of int32.
+        if node.domain == DOMAIN and node.op_type in (MANY_ROWS, FEW_ROWS) and node.inputs[1] is not None:
+            words.add(node.inputs[1])
+            scale_values.update(value for value in node.inputs[2:] if value is not None)
+    packed += sum(map(_bytes, words))
+    count += sum(_IN_WORD * _size(value) for value in words)
     scales = sum(map(_bytes, scale_values))
     return HandedOver(
         weight_bytes=sum(map(_bytes, weights)),
-        weight_count=sum(_size(value) for value in weights if value not in scale_values),
+        weight_count=sum(
+            _size(value) * (_IN_WORD if value in words else 1) for value in weights if value not in scale_values
+        ),
         quantized_bytes=packed + scales,
         quantized_count=count,
         dtypes=_dtypes(graph, weights),

@@ -36,23 +36,23 @@ def attention_plugin_kernel(
 ):  # fmt: skip
     """Attention of contiguous ``[B, H, L, D]``, ``[B, S, T, D]`` twice, without a mask; CAP is 0 for no softcap.
 
-    CAUSAL: the last query sees all keys. Grid ``(ceil(L / BLOCK_L), B * H)``.
+    CAUSAL: query i sees keys 0 to i, as ONNX has it. Grid ``(ceil(L / BLOCK_L), B * H)``.
     """
     flash_attention_kernel(
         q, k, v, q, H * L * D, L * D, D, S * T * D, T * D, D, S * T * D, T * D, D, 0, 0, 0, 0, H * L * D, L * D, D,
-        H, S, L, T, SCALE, CAP, T - L, o, o, D, 0, CAUSAL, CAP > 0.0, False, PRECISION, BLOCK_L, BLOCK_T, WIDTH,
+        H, S, L, T, SCALE, CAP, 0, o, o, D, 0, CAUSAL, CAP > 0.0, False, PRECISION, BLOCK_L, BLOCK_T, WIDTH,
     )  # fmt: skip
 
 
 @triton.jit
 def masked_attention_plugin_kernel(
-    q, k, v, mask, H, S, L, T, mask_stride_b, mask_stride_h, o,
-    D: tl.constexpr, MASK: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, WIDTH: tl.constexpr,
+    q, k, v, mask, H, S, L, T, mask_stride_b, mask_stride_h, mask_stride_l, o,
+    D: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`attention_plugin_kernel`, with a mask ``[B or 1, H or 1, L, T]`` whose strides are 0 along a 1."""
+    """As :func:`attention_plugin_kernel`, with a mask ``[B or 1, H or 1, L or 1, T]`` whose strides are 0 along a 1."""
     flash_attention_kernel(
         q, k, v, mask, H * L * D, L * D, D, S * T * D, T * D, D, S * T * D, T * D, D,
-        mask_stride_b, mask_stride_h, T, 1, H * L * D, L * D, D,
-        H, S, L, T, SCALE, CAP, 0, o, o, D, MASK, False, CAP > 0.0, False, PRECISION, BLOCK_L, BLOCK_T, WIDTH,
+        mask_stride_b, mask_stride_h, mask_stride_l, 1, H * L * D, L * D, D,
+        H, S, L, T, SCALE, CAP, 0, o, o, D, MASK, CAUSAL, CAP > 0.0, False, PRECISION, BLOCK_L, BLOCK_T, WIDTH,
     )  # fmt: skip

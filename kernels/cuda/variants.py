@@ -152,7 +152,7 @@ def _attention(
 def attention_plugin_variant(
     head_dim: int, dtype: str, scale: float, softcap: float = 0.0, causal: bool = False, mask: int = 0
 ) -> Variant:
-    """The plugin's kernel: without a mask (0), or with booleans (1) or float32 (2) to add."""
+    """The plugin's kernel: without a mask (0), or with booleans (1) or numbers of the same dtype to add (2)."""
     tile = attention_tile(head_dim, _ITEMSIZES[dtype], 80, portable=True)
     constants = {
         "SCALE": scale,
@@ -165,6 +165,7 @@ def attention_plugin_variant(
     if mask == 0:
         kernel = plugins.attention_plugin_kernel
         return Variant(kernel, types, constants | {"CAUSAL": causal}, tile.warps, tile.stages, aligned)
-    types |= {"mask": _MASK_TYPES[mask], "mask_stride_b": "i32", "mask_stride_h": "i32"}
+    types |= {"mask": "*u8" if mask == 1 else f"*{dtype}"}
+    types |= dict.fromkeys(("mask_stride_b", "mask_stride_h", "mask_stride_l"), "i32")
     kernel = plugins.masked_attention_plugin_kernel
-    return Variant(kernel, types, constants | {"MASK": mask}, tile.warps, tile.stages, aligned)
+    return Variant(kernel, types, constants | {"MASK": mask, "CAUSAL": causal}, tile.warps, tile.stages, aligned)

@@ -60,12 +60,14 @@ def compile(  # noqa: A001 - the verb's name
     weights: str | None = None,
     sm: str | None = None,
     provider: str | None = None,
+    refit: bool = False,
     progress: ProgressCallback | None = None,
 ) -> Report:
     """Compiles a bundle (``engines.compile.compile_bundle``) or an ONNX file (``engines.compile_model.compile_model``).
 
     ``dtype``, ``deployment_target`` and ``weights`` are options of the target ``coreml``: see its ``Options``;
-    ``dtype`` and ``sm`` of ``tensorrt-rtx``, ``dtype`` and ``provider`` of ``cuda``.
+    ``dtype`` and ``sm`` of ``tensorrt-rtx``, ``dtype`` and ``provider`` of ``cuda``; ``refit`` of ``tensorrt``: LoRA may
+    exchange weights of its engines.
     Raises InputError where ``output`` is given for a bundle, whose engines lie in it; else the errors of those two.
     """
     from intaglio.engines.model_engine import is_model
@@ -77,6 +79,7 @@ def compile(  # noqa: A001 - the verb's name
         "weights": weights,
         "sm": sm,
         "provider": provider,
+        "refit": "yes" if refit else None,
     }
     options = {name: value for name, value in given.items() if value is not None}
     if is_model(Path(source)):

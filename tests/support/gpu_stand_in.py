@@ -5,7 +5,7 @@ are those of the real bindings: ``test_session`` compares them. Work on the stre
 that what does not wait finds nothing; memory is filled with what is no number, so that what nobody wrote is seen.
 """
 
-# ruff: noqa: N802 - names are CUDA's and TensorRT's
+
 
 from __future__ import annotations
 

@@ -1,0 +1,237 @@
+"""LoRA on a built engine of full TensorRT: weights of products are exchanged while it stays loaded.
+
+What an engine holds is always computed from the base weights, which are the bundle's, and never from what it held:
+no adapter leaves a residue. Names of weights are the checkpoint's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from intaglio.errors import EngineError, InputError
+
+# How the two matrices of a low-rank branch beside a quantized weight are named after their module.
+_DOWN, _UP = "lora_A.weight", "lora_B.weight"
+# Exchanged at a time: what is computed must stay in memory until TensorRT has read it.
+_BATCH_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class LoraTerm:
+    """What an adapter adds to a weight ``[out, in]``: ``scale * up @ down``; ``down`` is ``[rank, in]``."""
+
+    down: np.ndarray
+    up: np.ndarray
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """The width between the two matrices."""
+        return int(self.down.shape[0])
+
+
+# By the name of the weight.
+LoraTerms = Mapping[str, LoraTerm]
+_Mix = tuple[tuple[str, float], ...]
+
+
+class BaseWeights:
+    """The weights of a stage of a bundle by name, read whenever they are asked for."""
+
+    def __init__(self, graph: Path) -> None:
+        import onnx_ir as ir
+
+        self._values = ir.load(graph).graph.initializers
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def __call__(self, name: str) -> np.ndarray:
+        """The weight ``name``. Raises EngineError."""
+        from intaglio.engines.lowering.packed_blocks import read_tensor
+
+        tensor = self._values[name].const_value if name in self._values else None
+        if tensor is None:
+            raise EngineError(f"the bundle has no weight {name!r}")
+        return read_tensor(tensor)
+
+
+class Refit:
+    """Which adapters a loaded stage has, and how strong; begins with none.
+
+    ``base`` reads a weight of the bundle, ``names`` are those that the engine can exchange, and ``write`` exchanges
+    some of them, together. A weight that is quantized is not exchanged: its adapters go into the low-rank branch
+    beside it, where the bundle was exported with one: into the part of its rank that adds nothing yet.
+    """
+
+    def __init__(
+        self,
+        base: Callable[[str], np.ndarray],
+        names: Collection[str],
+        write: Callable[[Mapping[str, np.ndarray]], None],
+    ) -> None:
+        self._base, self._names, self._write = base, frozenset(names), write
+        self._adapters: dict[str, dict[str, LoraTerm]] = {}
+        # What each weight of the engine is made of; None: an exchange failed, and nobody knows.
+        self._held: dict[str, _Mix | None] = {}
+
+    @property
+    def strengths(self) -> dict[str, float]:
+        """The adapters that some weight has now."""
+        return dict(sorted({each for mix in self._held.values() for each in mix or ()}))
+
+    def add(self, name: str, terms: LoraTerms) -> None:
+        """Makes an adapter known, with the strength 0.
+
+        Raises InputError for a name that is taken, for a weight that cannot be exchanged, and for matrices that are not
+        of its shape.
+        """
+        if name in self._adapters:
+            raise InputError(f"an adapter {name!r} is there already; remove it first, or give another name")
+        if not terms:
+            raise InputError(f"the adapter {name!r} changes nothing of this stage")
+        for weight, term in terms.items():
+            rows, columns = self._shape(name, weight)
+            found = (term.up.shape[0], term.down.shape[1])
+            if found != (rows, columns) or term.up.shape[1] != term.rank:
+                raise InputError(
+                    f"the adapter {name!r} adds {list(found)} to {weight}, which is [{rows}, {columns}]; it is of "
+                    "another model"
+                )
+        self._adapters[name] = dict(terms)
+
+    def remove(self, name: str) -> None:
+        """Forgets an adapter, and takes it out of the engine. Raises InputError, EngineError."""
+        self._known(name)
+        self.set_strengths({other: strength for other, strength in self.strengths.items() if other != name})
+        del self._adapters[name]
+
+    def set_strengths(self, strengths: Mapping[str, float]) -> list[str]:
+        """Gives the engine these adapters with these strengths, and takes out all others; the weights it exchanged.
+
+        Raises InputError for an adapter that is not known, a strength that is no number, or a branch whose rank is too
+        small; EngineError where TensorRT refuses. The weights it had not taken yet are written again next time.
+        """
+        for name, strength in strengths.items():
+            self._known(name)
+            if not np.isfinite(strength):
+                raise InputError(f"the strength of {name!r} is {strength}, expected a number")
+        wanted: dict[str, list[tuple[str, float]]] = {}
+        for name in sorted(name for name, strength in strengths.items() if strength):
+            for weight in self._adapters[name]:
+                wanted.setdefault(weight, []).append((name, float(strengths[name])))
+        mixes: dict[str, _Mix] = {weight: tuple(wanted.get(weight, ())) for weight in {*wanted, *self._held}}
+        changed = sorted(weight for weight, mix in mixes.items() if self._held.get(weight, ()) != mix)
+        for weight in changed:
+            self._check_rank(weight, mixes[weight])
+        written: list[str] = []
+        for weights, arrays in self._batches(changed, mixes):
+            self._held |= dict.fromkeys(weights)
+            self._write(arrays)
+            self._held |= {weight: mixes[weight] for weight in weights}
+            written += arrays
+        self._held = {weight: mix for weight, mix in self._held.items() if mix != ()}
+        return written
+
+    def _known(self, name: str) -> None:
+        if name not in self._adapters:
+            raise InputError(f"the adapter {name!r} is unknown; there are {', '.join(self._adapters) or 'none'}")
+
+    def _branch(self, weight: str) -> tuple[str, str] | None:
+        module = weight.removesuffix(".weight")
+        down, up = f"{module}.{_DOWN}", f"{module}.{_UP}"
+        return (down, up) if weight not in self._names and {down, up} <= self._names else None
+
+    def _shape(self, adapter: str, weight: str) -> tuple[int, int]:
+        if branch := self._branch(weight):
+            return int(self._base(branch[1]).shape[0]), int(self._base(branch[0]).shape[1])
+        if weight not in self._names:
+            raise InputError(
+                f"the adapter {adapter!r} changes {weight}, which the engine cannot exchange: it is quantized and has "
+                "no low-rank branch, or it was compiled without --refit. Export the bundle with --lora FILE:0 to give "
+                "it branches, and compile with --refit"
+            )
+        rows, columns = self._base(weight).shape
+        return int(rows), int(columns)
+
+    def _check_rank(self, weight: str, mix: _Mix) -> None:
+        branch = self._branch(weight)
+        if branch is None:
+            return
+        needed = sum(self._adapters[name][weight].rank for name, _ in mix)
+        free = int((~self._base(branch[1]).astype(np.float32).any(axis=0)).sum())
+        if needed > free:
+            raise InputError(
+                f"{weight}: the adapters have rank {needed} together, and its branch has room for {free}; export the "
+                "bundle with an adapter of a larger rank and the strength 0"
+            )
+
+    def _batches(
+        self, changed: list[str], mixes: Mapping[str, _Mix]
+    ) -> Iterator[tuple[list[str], dict[str, np.ndarray]]]:
+        weights: list[str] = []
+        arrays: dict[str, np.ndarray] = {}
+        for weight in changed:
+            weights.append(weight)
+            arrays |= self._computed(weight, mixes[weight])
+            if sum(array.nbytes for array in arrays.values()) >= _BATCH_BYTES:
+                yield weights, arrays
+                weights, arrays = [], {}
+        if weights:
+            yield weights, arrays
+
+    def _computed(self, weight: str, mix: _Mix) -> dict[str, np.ndarray]:
+        """The weight, or the two matrices of its branch, in the dtype of the base; sums are float32."""
+        terms = [(self._adapters[name][weight], strength) for name, strength in mix]
+        branch = self._branch(weight)
+        if branch is None:
+            base = self._base(weight)
+            total = base.astype(np.float32)
+            for term, strength in terms:
+                total = total + _float32(term.up) * np.float32(term.scale * strength) @ _float32(term.down)
+            return {weight: total.astype(base.dtype)}
+        down, up = (self._base(name) for name in branch)
+        free = np.flatnonzero(~up.astype(np.float32).any(axis=0))
+        new_down, new_up = down.copy(), up.copy()
+        for term, strength in terms:
+            own, free = free[: term.rank], free[term.rank :]
+            new_down[own] = _float32(term.down).astype(down.dtype)
+            new_up[:, own] = (_float32(term.up) * np.float32(term.scale * strength)).astype(up.dtype)
+        return {branch[0]: new_down, branch[1]: new_up}
+
+
+def _float32(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float32, copy=False)
+
+
+class EngineWeights:
+    """What of a loaded engine can be exchanged, and the exchange. ``engine`` is TensorRT's."""
+
+    def __init__(self, trt: Any, engine: Any, logger: Any) -> None:
+        self._trt, self._refitter = trt, trt.Refitter(engine, logger)
+        self.names: tuple[str, ...] = tuple(self._refitter.get_all_weights())
+
+    def __call__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Exchanges these weights, in the dtype that the engine has them in. Raises EngineError."""
+        import ml_dtypes
+
+        trt, kept = self._trt, []
+        numpy = {trt.float32: np.float32, trt.float16: np.float16, trt.bfloat16: ml_dtypes.bfloat16}
+        for name, array in arrays.items():
+            wanted = self._refitter.get_weights_prototype(name)
+            if wanted.dtype not in numpy or wanted.size != array.size:
+                raise EngineError(
+                    f"{name}: the engine holds {wanted.size} numbers of {wanted.dtype}, expected {array.size} of a "
+                    "float type; compile the bundle again"
+                )
+            kept.append(np.ascontiguousarray(array.astype(numpy[wanted.dtype], copy=False)))
+            given = trt.Weights(wanted.dtype, kept[-1].ctypes.data, kept[-1].size)
+            if not self._refitter.set_named_weights(name, given):
+                raise EngineError(f"{name}: TensorRT refuses the new weight")
+        if not self._refitter.refit_cuda_engine():
+            raise EngineError(f"TensorRT cannot exchange {', '.join(list(arrays)[:4])}, …")

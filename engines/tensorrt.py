@@ -1,0 +1,101 @@
+"""The target ``tensorrt``: engines for the NVIDIA GPU of this machine, with our kernels as plugins.
+
+Imports neither TensorRT nor a graph library: opening an engine needs none.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from intaglio.engines.nvidia.gpu import find_gpu
+from intaglio.engines.nvidia.options import read_full_options
+from intaglio.engines.tensorrt_rtx import ACCURACIES, DOMAINS, INPUT_DTYPES, KEEPS_MODEL, SUFFIX, digest, fit_dims
+from intaglio.engines.tensorrt_rtx import build_in_child as _build_in_child
+from intaglio.engines.tensorrt_rtx import load_for_parity as _load_lowered
+from intaglio.errors import EngineError, RuntimeMissingError
+
+if TYPE_CHECKING:
+    from intaglio.engines.identity import Identity
+    from intaglio.engines.onnx_file import OnnxFile
+    from intaglio.engines.report import StageReport
+    from intaglio.engines.shapes import Interface
+    from intaglio.exporters.bundle import StageInfo
+    from intaglio.progress import ProgressCallback
+
+__all__ = ["ACCURACIES", "DOMAINS", "INPUT_DTYPES", "KEEPS_MODEL", "SUFFIX", "digest", "fit_dims"]
+
+# Kernels are part of an engine, and lie in another room.
+SOURCES = ("tensorrt.py", "tensorrt_rtx.py", "nvidia/*.py", "nvidia/plugins/*.py", "../kernels/cuda/*.py")
+_WHEELS = ("tensorrt-cu13", "tensorrt-cu12", "tensorrt")
+
+
+def compiler() -> str:
+    """Name and version of what builds. Raises RuntimeMissingError, EngineError where there is no GPU either."""
+    for wheel in _WHEELS:
+        try:
+            return f"TensorRT {importlib.metadata.version(wheel)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    # Without a GPU, gigabytes of TensorRT would be of no use.
+    find_gpu()
+    raise RuntimeMissingError(
+        "TensorRT is not installed. Install it from NVIDIA's index: pip install --extra-index-url "
+        "https://pypi.nvidia.com tensorrt-cu13, or compile for the target tensorrt-rtx"
+    )
+
+
+def device() -> str:
+    """The GPU: an engine runs on its kind only. Raises EngineError where there is none."""
+    gpu = find_gpu()
+    return f"{gpu.name}, compute capability {gpu.capability // 10}.{gpu.capability % 10}"
+
+
+def check_options(options: Mapping[str, str], sets_of_sizes: int) -> dict[str, str]:
+    """The options with their defaults. Raises InputError."""
+    read = read_full_options(options)
+    checked = {"dtype": read.dtype or "", "refit": "yes" if read.refit else ""}
+    return {name: value for name, value in checked.items() if value}
+
+
+def build(
+    graph: Path,
+    artifact: Path,
+    stage: StageInfo,
+    identity: Identity,
+    progress: ProgressCallback | None = None,
+) -> StageReport:
+    """Lowers the portable ``graph`` and builds the engine ``artifact``, in a child process: the compiler can crash.
+
+    Raises CompileError with the child's own message, CancelledError.
+    """
+    return _build_in_child(graph, artifact, stage.inputs, identity, progress)
+
+
+def build_model(
+    graph: Path, artifact: Path, described: OnnxFile, identity: Identity, given: frozenset[str]
+) -> StageReport:
+    """Likewise, of an ONNX file that others wrote."""
+    return _build_in_child(graph, artifact, described.inputs, identity, None)
+
+
+def check_runs() -> None:
+    """Raises EngineError where there is no NVIDIA GPU."""
+    find_gpu()
+
+
+def load(name: str, artifact: Path, weights: Path, stage: Interface, identity: Identity) -> Any:
+    """Loads a built stage on the GPU. Raises EngineError."""
+    check_runs()
+    raise EngineError("engines of tensorrt are built and compared here, and not yet run")
+
+
+def load_for_parity(name: str, artifact: Path, weights: Path, stage: Interface, identity: Identity) -> Any:
+    """The graph that TensorRT was given, run by onnxruntime, with INT4 blocks in the place of plugins.
+
+    Raises EngineError.
+    """
+    options = {name: value for name, value in identity.options.items() if name == "dtype"}
+    return _load_lowered(name, artifact, weights, stage, identity.model_copy(update={"options": options}))
