@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from intaglio.engines.cpu_cache import PAST, PRESENT
+from intaglio.engines.kv_cache import PAST, PRESENT
 from intaglio.engines.nvidia.device import DeviceArray, Memory, Recording
 from intaglio.engines.nvidia.plan import Context, Plan, PlanTensor, Shape
 from intaglio.errors import EngineError

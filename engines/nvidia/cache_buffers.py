@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from intaglio.engines.cpu_cache import PAST
+from intaglio.engines.kv_cache import PAST
 from intaglio.engines.shapes import Tensor
 from intaglio.errors import InputError
 from intaglio.exporters.bundle import Dim

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from intaglio.engines.cpu_cache import PAST, PRESENT
+from intaglio.engines.kv_cache import PAST, PRESENT
 from intaglio.engines.nvidia.cache_buffers import TOKENS, buffer, buffered_feeds
 from intaglio.engines.onnxruntime_ import import_onnxruntime
 from intaglio.engines.shapes import Interface, check_feeds

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from intaglio.engines.cpu_cache import PAST, PRESENT, FilledPast
+from intaglio.engines.kv_cache import PAST, PRESENT, FilledPast
 from intaglio.engines.nvidia.bound import Bound
 from intaglio.engines.nvidia.cache_buffers import POSITION, TOKENS, buffer, buffered_feeds
 from intaglio.engines.nvidia.device import Device, Memory
