@@ -191,6 +191,8 @@ class Conversion:
         # What was computed at conversion.
         self._known: dict[ir.Value, np.ndarray] = {}
         self._names: set[str] = set(_RESERVED)
+        # What follows from sizes, which stay within int32, and from constants.
+        self._sizes: set[ir.Value] = set()
         self._said: dict[str, None] = {}
         self._too_deep: dict[str, str] = {}
         self._symbols: dict[str, Any] = {}
@@ -426,14 +428,17 @@ class Conversion:
         return np.asarray(var.val).astype(self.dtype(value).numpy())
 
     def _note_integers(self, node: ir.Node) -> None:
+        given = [value for value in node.inputs if value is not None and value.name != ""]
+        of_sizes = bool(given) and all(v in self._sizes or self._weight_of(v) is not None for v in given)
+        if node.op_type in ("Shape", "Size") or of_sizes:
+            self._sizes.update(node.outputs)
         made = self._vars.get(node.outputs[0])
         dtype = node.outputs[0].dtype
         if node.op_type not in _COUNTING or made is None or dtype not in _WIDE or dtype == ir.DataType.DOUBLE:
             return
         source = node.inputs[0].dtype if node.op_type == "Cast" and node.inputs[0] is not None else None
         within = source is not None and source.is_integer() and dtype == ir.DataType.INT64
-        # What follows from sizes stays within int32.
-        if not within and made.val is None and made.sym_val is None:
+        if not within and made.val is None and node.outputs[0] not in self._sizes:
             name = "int64" if dtype == ir.DataType.INT64 else dtype.name.lower()
             self.note(f"{name} is computed in int32: what leaves its range is wrong")
 
