@@ -34,15 +34,14 @@ INPUT_DTYPES = frozenset(
 )
 SUFFIX = ".mlpackage"
 KEEPS_MODEL = False
-_BUILDS = (
-    "__init__", "blob_file", "building", "constants", "conversion", "deferred", "description", "einsum", "functions",
-    "manifest", "mil", "node", "options", "package", "registry", "serialization", "sizes", "states", "stats",
-)  # fmt: skip
-# Not what runs or evaluates packages, but for what the counts of the report are read with.
+# What runs packages has no part in building them; of the evaluator, what the report's counts are read with has.
+_RUNS = ("cache_calls.py", "models.py", "session.py", "supported.py")
+_HERE = Path(__file__).parent
 SOURCES = (
-    *(f"coreml/{name}.py" for name in _BUILDS), "coreml/ops/*.py", "coreml/evaluator/package.py",
-    "coreml/evaluator/program.py", "coreml/evaluator/blobs.py",
-)  # fmt: skip
+    *(f"coreml/{file.name}" for file in _HERE.glob("*.py") if file.name not in _RUNS),
+    "coreml/ops/*.py",
+    *(f"coreml/evaluator/{name}.py" for name in ("blobs", "package", "program")),
+)
 
 
 def compiler() -> str:
