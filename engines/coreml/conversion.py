@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from intaglio.engines.coreml.registry import Converter
 
 MAX_RANK = 5
+# How the note ends where integers of more bits are computed.
+WRAPS = "is computed in int32: what leaves its range is wrong"
 # onnxruntime begins there too.
 _OLDEST_OPSET = 7
 # What follows from constants alone is computed in its own dtype where Core ML has a smaller one, up to this size.
@@ -440,7 +442,7 @@ class Conversion:
         within = source is not None and source.is_integer() and dtype == ir.DataType.INT64
         if not within and made.val is None and node.outputs[0] not in self._sizes:
             name = "int64" if dtype == ir.DataType.INT64 else dtype.name.lower()
-            self.note(f"{name} is computed in int32: what leaves its range is wrong")
+            self.note(f"{name} {WRAPS}")
 
     def _inputs(self, node: ir.Node) -> str:
         """The shapes and dtypes of a node's inputs, as far as they are known."""
