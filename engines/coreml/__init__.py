@@ -5,7 +5,6 @@ Imports neither coremltools nor a graph library: opening an engine needs none.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import json
 import time
@@ -68,16 +67,6 @@ def check_options(options: Mapping[str, str], sets_of_sizes: int) -> dict[str, s
 def fit_dims(dims: Mapping[str, Dim], declared: Mapping[str, Dim]) -> dict[str, Dim]:
     """Bounds the length of a key-value cache, which is of a fixed size here, where nobody did."""
     return fit_context(dims, declared)
-
-
-def digest(artifact: Path) -> str:
-    """The hash of all files of a package and of their names."""
-    found = hashlib.sha256()
-    for file in sorted(file for file in artifact.rglob("*") if file.is_file()):
-        with file.open("rb") as content:
-            found.update(f"{file.relative_to(artifact).as_posix()}\0".encode())
-            found.update(hashlib.file_digest(content, "sha256").digest())
-    return found.hexdigest()
 
 
 def build(graph: Path, artifact: Path, stage: StageInfo, identity: Identity) -> StageReport:

@@ -130,9 +130,9 @@ class Build:
         return converted
 
     def _form(self) -> Any:
-        from intaglio.engines.coreml.ops.packed_weights import WeightForm, packed_as
+        from intaglio.engines.coreml.ops.packed_weights import packed_as
 
-        return packed_as(WeightForm(self.options.weights))
+        return packed_as(self.options.weights)
 
     def _model(self) -> ir.Model:
         """The graph, narrowed if that is asked for."""

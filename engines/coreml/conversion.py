@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import (
     InlinePass,
@@ -22,6 +21,7 @@ from intaglio.engines.coreml.axes import check_axes
 from intaglio.engines.coreml.constants import to_mil
 from intaglio.engines.coreml.deferred import large
 from intaglio.engines.coreml.node import Node
+from intaglio.engines.coreml.opsets import check_opset
 from intaglio.engines.coreml.registry import UPDATE_STATE, load_converters
 from intaglio.engines.lowering.fold_constants import evaluate
 from intaglio.engines.lowering.fuse_dequantize import FuseDequantizePass
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 MAX_RANK = 5
 # How the note ends where integers of more bits are computed.
 WRAPS = "is computed in int32: what leaves its range is wrong"
-# onnxruntime begins there too.
-_OLDEST_OPSET = 7
 # What follows from constants alone is computed in its own dtype where Core ML has a smaller one, up to this size.
 _WIDE = (ir.DataType.INT64, ir.DataType.UINT64, ir.DataType.UINT32, ir.DataType.DOUBLE)
 _FOLDED_ELEMENTS = 2**16
@@ -117,7 +115,7 @@ def convert(
     conversion, which then are inputs no more. Raises CompileError, RuntimeMissingError.
     """
     converters = load_converters()
-    _check_opset(model, where)
+    check_opset(model, where)
     try:
         _prepare(model, where, converters)
         return Conversion(model, where, converters, dims or {}, constants or {}).run()
@@ -126,34 +124,6 @@ def convert(
             f"{where}: its subgraphs or functions are nested too deeply to be converted; "
             "flatten the graph, or compile for another target, such as cpu"
         ) from error
-
-
-def _check_opset(model: ir.Model, where: str) -> None:
-    """Refuses an opset that is not known, and ops of one so old that they mean something else."""
-    imports = model.graph.opset_imports
-    version = imports.get("", imports.get("ai.onnx"))
-    if version is None:
-        return
-    newest = onnx.defs.onnx_opset_version()
-    changed = ""
-    if 1 <= version < _OLDEST_OPSET:
-        # Before it ops broadcast by attributes, normalizations had a flag for training, and so on.
-        for node in ir.traversal.RecursiveGraphIterator(model.graph):
-            if node.domain in ("", "ai.onnx") and _since(node.op_type, version) != _since(node.op_type, _OLDEST_OPSET):
-                changed = f", in which {node.op_type} ({node.name or node.outputs[0].name!r}) is another op than later"
-                break
-    if not 1 <= version <= newest or changed:
-        raise CompileError(
-            f"{where}: is of opset {version}{changed}; expected {_OLDEST_OPSET} to {newest}: convert it with "
-            "onnx.version_converter, or export it for an opset between"
-        )
-
-
-def _since(op_type: str, version: int) -> int | None:
-    try:
-        return onnx.defs.get_schema(op_type, version).since_version
-    except onnx.defs.SchemaError:
-        return None
 
 
 def _prepare(model: ir.Model, where: str, converters: Mapping[tuple[str, str], Converter]) -> None:
