@@ -13,6 +13,7 @@ from typing import Any
 
 import platformdirs
 
+from intaglio.engines.artifact import digest
 from intaglio.engines.leftovers import remove_leftovers
 
 _log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ def fetch(key: str, artifact: Path) -> dict[str, Any] | None:
         report = dict(meta["report"])
         _copy(held, artifact)
         # Of the copy: another process may have been replacing the entry.
-        if meta["sha256"] != _digest(artifact):
+        if meta["sha256"] != digest(artifact):
             remove(artifact)
             return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -78,7 +79,7 @@ def store(key: str, artifact: Path, report: dict[str, Any]) -> None:
         remove_leftovers(entry.parent, ".partial-")
         temporary = Path(tempfile.mkdtemp(prefix=".partial-", dir=entry.parent))
         _copy(artifact, temporary / "artifact")
-        meta = {"sha256": _digest(temporary / "artifact"), "report": report}
+        meta = {"sha256": digest(temporary / "artifact"), "report": report}
         (temporary / "entry.json").write_text(json.dumps(meta), "utf-8")
         shutil.rmtree(entry, ignore_errors=True)
         temporary.rename(entry)
@@ -101,16 +102,6 @@ def _copy(source: Path, target: Path) -> None:
             shutil.copyfile(file, into)
 
     shutil.copytree(source, target, copy_function=link)
-
-
-def _digest(path: Path) -> str:
-    """Of a file's bytes, or of the names and bytes of all files in a folder."""
-    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as content:
-            digest.update(f"{file.relative_to(path)}\0".encode() + hashlib.file_digest(content, "sha256").digest())
-    return digest.hexdigest()
 
 
 def remove(artifact: Path) -> None:

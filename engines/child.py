@@ -10,16 +10,51 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from intaglio.engines.report import StageReport, bits_per_weight
+from intaglio.errors import CompileError
 from intaglio.progress import ProgressCallback, ProgressEvent, tell
+
+if TYPE_CHECKING:
+    from intaglio.engines.identity import Identity
 
 # What a child process exits with when it has said why on stderr.
 REFUSED = 2
 _FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 _PR_SET_PDEATHSIG = 1
+
+
+def build_in_child(
+    module: str,
+    request: Mapping[str, Any],
+    identity: Identity,
+    *,
+    name: str,
+    compiler: str,
+    progress: ProgressCallback | None = None,
+) -> StageReport:
+    """Has ``intaglio.engines.<module>`` build what the request asks for: its last line of JSON is most of the report.
+
+    ``name`` is what the graph is called in messages and ``compiler`` what builds. Raises CompileError with the child's
+    own message, CancelledError.
+    """
+    started = time.monotonic()
+    done = run_child(module, request, progress)
+    if done.returncode == REFUSED and done.stderr.strip():
+        raise CompileError(done.stderr.strip().splitlines()[-1])
+    if done.returncode:
+        raise CompileError(f"{name}: {compiler} {how_it_ended(done)}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return StageReport(
+        **result,
+        accuracy=identity.accuracy,
+        bits_per_weight=bits_per_weight(result["weight_bytes"], result["weight_count"]),
+        seconds=round(time.monotonic() - started, 3),
+    )
 
 
 def run_child(

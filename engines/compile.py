@@ -10,7 +10,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from intaglio.engines import cache
-from intaglio.engines.engine import ENGINE_FILE, REPORT_FILE, EngineInfo, engine_path, files_of
+from intaglio.engines.artifact import digest, stamps
+from intaglio.engines.engine import ENGINE_FILE, REPORT_FILE, EngineInfo, engine_path
 from intaglio.engines.identity import Identity, stage_identity
 from intaglio.engines.report import Report, StageReport
 from intaglio.engines.target import Target, target_module
@@ -63,8 +64,8 @@ def compile_bundle(
             target=target,
             shapes=(shapes,) if isinstance(shapes, str) else tuple(shapes or ()),
             identities=identities,
-            artifacts={stage: module.digest(artifact) for stage, artifact in built.items()},
-            files={stage: files_of(artifact) for stage, artifact in built.items()},
+            artifacts={stage: digest(artifact) for stage, artifact in built.items()},
+            files={stage: stamps(artifact) for stage, artifact in built.items()},
         )
         report = Report(target=target, compiler=module.compiler(), stages=reports, notes=tuple(notes))
         (partial / ENGINE_FILE).write_text(info.model_dump_json(indent=1) + "\n", "utf-8")

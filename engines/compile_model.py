@@ -12,6 +12,7 @@ import onnx
 from pydantic import ValidationError
 
 from intaglio.engines import cache
+from intaglio.engines.artifact import files_in
 from intaglio.engines.engine import ENGINE_FILE, REPORT_FILE
 from intaglio.engines.identity import Identity, make_identity
 from intaglio.engines.model_engine import (
@@ -201,8 +202,7 @@ def _hashes(sources: dict[str, Path], folder: Path) -> dict[str, str]:
 
 def _hashes_in(folder: Path) -> dict[str, str]:
     """The hash of each file in a folder and below, by its path."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    return {file.relative_to(folder).as_posix(): _hash(file) for file in files}
+    return {file.relative_to(folder).as_posix(): _hash(file) for file in files_in(folder)}
 
 
 def _hash(file: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import time
@@ -78,11 +77,6 @@ def check_options(options: Mapping[str, str], sets_of_sizes: int) -> dict[str, s
 def fit_dims(dims: Mapping[str, Dim], declared: Mapping[str, Dim]) -> dict[str, Dim]:
     """As they are."""
     return dict(dims)
-
-
-def digest(artifact: Path) -> str:
-    """The hash of the lowered graph; the weights are the bundle's."""
-    return hashlib.sha256(artifact.read_bytes()).hexdigest()
 
 
 def lower(model: ir.Model, accuracy: str) -> ir.Model:

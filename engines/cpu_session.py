@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import tempfile
 from collections import Counter
@@ -17,7 +16,7 @@ from intaglio.engines.cpu_cache import CACHE_IN_PLACE, KeyValueCache
 from intaglio.engines.interruptible import call_interruptibly
 from intaglio.engines.kv_cache import PAST, PRESENT, FilledPast
 from intaglio.engines.onnxruntime_ import import_onnxruntime
-from intaglio.engines.shapes import Interface, check_feeds, check_outputs, smallest_sizes
+from intaglio.engines.shapes import Interface, check_feeds, check_outputs, smallest_feeds
 from intaglio.errors import EngineError, InputError
 from intaglio.exporters.bundle import Dim, StageInfo
 from intaglio.kernels.cpu.library import library_path
@@ -26,8 +25,6 @@ from intaglio.kernels.cpu.library import library_path
 _MAX_THREADS = max(16, 4 * (os.cpu_count() or 1))
 # What onnxruntime and C++ say.
 _OUT_OF_MEMORY = ("Failed to allocate memory", "bad_alloc")
-# Values that the smallest run may be fed with: a dims table that asks for more lies.
-_MAX_FEED = 1 << 26
 
 
 def open_session(graph: bytes, weights_folder: Path, *, threads: int = 0, profile: Path | None = None) -> Any:
@@ -170,19 +167,6 @@ class CpuSession:
     def end_profiling(self) -> Path:
         """Stops profiling and returns the file that onnxruntime wrote."""
         return Path(self._session.end_profiling())
-
-
-def smallest_feeds(stage: StageInfo, dims: Mapping[str, Dim]) -> dict[str, np.ndarray]:
-    """Inputs of the smallest allowed shapes: ones for masks, zeros otherwise."""
-    sizes = smallest_sizes(dims)
-    feeds = {}
-    for tensor in stage.inputs:
-        shape = [n if isinstance(n, int) else sizes[n] for n in tensor.shape]
-        if math.prod(shape) > _MAX_FEED:
-            raise InputError(f"{tensor.name} has the shape {shape} at the least sizes, which is too much to try out")
-        fill = 1 if tensor.name == "attention_mask" else 0
-        feeds[tensor.name] = np.full(shape, fill, np.dtype(tensor.dtype))
-    return feeds
 
 
 def run_once(graph: Path, weights_folder: Path, stage: StageInfo, dims: Mapping[str, Dim]) -> dict[str, int]:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
-import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from intaglio.engines.child import REFUSED, how_it_ended, run_child
+from intaglio.engines.child import build_in_child
 from intaglio.engines.nvidia.cuda_options import read_cuda_options
-from intaglio.engines.report import StageReport, bits_per_weight
-from intaglio.errors import CompileError, RuntimeMissingError
+from intaglio.errors import RuntimeMissingError
 from intaglio.kernels.grouped_quant import DOMAIN
 
 if TYPE_CHECKING:
-    from intaglio.engines.cpu_session import CpuSession
     from intaglio.engines.identity import Identity
     from intaglio.engines.nvidia.cuda_session import CudaSession
     from intaglio.engines.onnx_file import OnnxFile
+    from intaglio.engines.report import StageReport
     from intaglio.engines.shapes import Interface
     from intaglio.exporters.bundle import Dim, StageInfo
     from intaglio.progress import ProgressCallback
@@ -68,14 +64,6 @@ def fit_dims(dims: Mapping[str, Dim], declared: Mapping[str, Dim]) -> dict[str, 
     return dict(dims)
 
 
-def digest(artifact: Path) -> str:
-    """The hash of the lowered graph and of its weights' size and place."""
-    found = hashlib.sha256((artifact / _GRAPH).read_bytes())
-    for file in sorted(file for file in artifact.iterdir() if file.name != _GRAPH and file.is_file()):
-        found.update(f"{file.name}\0{file.stat().st_size}\0".encode())
-    return found.hexdigest()
-
-
 def build(
     graph: Path,
     artifact: Path,
@@ -87,7 +75,7 @@ def build(
 
     Raises CompileError with the child's own message.
     """
-    from intaglio.engines.cpu import runs_as
+    from intaglio.engines.stage_interface import runs_as
 
     return _build(graph, artifact, identity, runs_as(stage).model_dump())
 
@@ -100,7 +88,6 @@ def build_model(
 
 
 def _build(graph: Path, artifact: Path, identity: Identity, stage: dict[str, Any] | None) -> StageReport:
-    started = time.monotonic()
     request = {
         "graph": str(graph),
         "artifact": str(artifact),
@@ -108,18 +95,7 @@ def _build(graph: Path, artifact: Path, identity: Identity, stage: dict[str, Any
         "dims": {name: dim.model_dump() for name, dim in identity.shapes.items()},
         "options": identity.options,
     }
-    done = run_child("nvidia.cuda_build", request)
-    if done.returncode == REFUSED and done.stderr.strip():
-        raise CompileError(done.stderr.strip().splitlines()[-1])
-    if done.returncode:
-        raise CompileError(f"{graph.stem}: onnxruntime {how_it_ended(done)}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return StageReport(
-        **result,
-        accuracy=identity.accuracy,
-        bits_per_weight=bits_per_weight(result["weight_bytes"], result["weight_count"]),
-        seconds=round(time.monotonic() - started, 3),
-    )
+    return build_in_child("nvidia.cuda_build", request, identity, name=graph.stem, compiler="onnxruntime")
 
 
 def check_runs(*, memory_budget: int | None = None) -> None:
@@ -150,15 +126,15 @@ def load(
     return CudaSession(name, artifact / _GRAPH, _interface(stage), identity.shapes, providers)
 
 
-def load_for_parity(name: str, artifact: Path, weights: Path, stage: Interface, identity: Identity) -> CpuSession:
+def load_for_parity(name: str, artifact: Path, weights: Path, stage: Interface, identity: Identity) -> CudaSession:
     """The lowered graph on the CPU's provider: what can be compared where no GPU is. Raises EngineError."""
-    from intaglio.engines.cpu_session import CpuSession
+    from intaglio.engines.nvidia.cuda_session import CudaSession
 
-    return CpuSession(name, artifact / _GRAPH, artifact, _interface(stage), identity.shapes)
+    return CudaSession(name, artifact / _GRAPH, _interface(stage), identity.shapes, [], device="cpu")
 
 
 def _interface(stage: Interface) -> Interface:
-    from intaglio.engines.cpu import runs_as
+    from intaglio.engines.stage_interface import runs_as
     from intaglio.exporters.bundle import StageInfo
 
     return runs_as(stage) if isinstance(stage, StageInfo) else stage

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from intaglio.engines.artifact import digest, stamps
 from intaglio.engines.identity import Identity, stage_identity
 from intaglio.engines.report import Report
 from intaglio.engines.target import target_module
@@ -115,13 +116,6 @@ def _again(bundle: Path, target: str, info: EngineInfo | None = None) -> str:
     return f"`intaglio compile {bundle} --target {target}{''.join(given)}`"
 
 
-def files_of(artifact: Path) -> dict[str, tuple[int, int, int]]:
-    """Bytes and times of each file that was built, by its path. Any write moves these. Raises OSError."""
-    files = sorted(file for file in artifact.rglob("*") if file.is_file()) if artifact.is_dir() else [artifact]
-    stats = {file.relative_to(artifact.parent).as_posix(): file.stat() for file in files}
-    return {name: (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats.items()}
-
-
 def open_engine(bundle: str | Path, target: str = "cpu") -> Engine:
     """Opens the engine of a bundle after comparing its identity with the bundle and this machine.
 
@@ -148,8 +142,8 @@ def open_engine(bundle: str | Path, target: str = "cpu") -> Engine:
         if not artifact.exists():
             raise EngineError(f"{path}: {artifact.name} is missing; build again with {again}")
         try:
-            is_untouched = files_of(artifact) == info.files.get(stage)
-            changed = not is_untouched and module.digest(artifact) != info.artifacts.get(stage)
+            is_untouched = stamps(artifact) == info.files.get(stage)
+            changed = not is_untouched and digest(artifact) != info.artifacts.get(stage)
         except OSError as error:
             raise EngineError(f"{artifact}: cannot be read ({error}); build again with {again}") from error
         if changed:

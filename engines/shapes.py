@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from intaglio.errors import InputError
-from intaglio.exporters.bundle import Dim, evaluate_dim, expression_names
+from intaglio.exporters.bundle import Dim, StageInfo, evaluate_dim, expression_names
 
 # Tokens that a key-value cache has room for unless somebody asks for another number: its buffers are held whole.
 CONTEXT = 2048
+# Values that the smallest run may be fed with: a dims table that asks for more lies.
+_MAX_FEED = 1 << 26
 
 
 class Tensor(Protocol):
@@ -87,6 +92,19 @@ def _up_to(dim: Dim, most: int) -> Dim:
 def smallest_sizes(dims: Mapping[str, Dim]) -> dict[str, int]:
     """The least size of every dim; dependent ones follow from the others."""
     return sizes_at(dims, {name: dim.min for name, dim in dims.items()})
+
+
+def smallest_feeds(stage: StageInfo, dims: Mapping[str, Dim]) -> dict[str, np.ndarray]:
+    """Inputs of the smallest allowed shapes: ones for masks, zeros otherwise."""
+    sizes = smallest_sizes(dims)
+    feeds = {}
+    for tensor in stage.inputs:
+        shape = [n if isinstance(n, int) else sizes[n] for n in tensor.shape]
+        if math.prod(shape) > _MAX_FEED:
+            raise InputError(f"{tensor.name} has the shape {shape} at the least sizes, which is too much to try out")
+        fill = 1 if tensor.name == "attention_mask" else 0
+        feeds[tensor.name] = np.full(shape, fill, np.dtype(tensor.dtype))
+    return feeds
 
 
 def largest_sizes(dims: Mapping[str, Dim]) -> dict[str, int]:

@@ -50,9 +50,6 @@ class Target(Protocol):
     def fit_dims(self, dims: Mapping[str, Dim], declared: Mapping[str, Dim]) -> dict[str, Dim]:
         """Dims that a user chose among those that are ``declared``, narrowed to what the target holds."""
 
-    def digest(self, artifact: Path) -> str:
-        """A hash that tells whether a built stage is the one that was built. Raises OSError."""
-
     def build(
         self,
         graph: Path,

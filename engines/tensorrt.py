@@ -10,11 +10,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from intaglio.engines.nvidia.engine_build import (
+    ACCURACIES,
+    DOMAINS,
+    INPUT_DTYPES,
+    KEEPS_MODEL,
+    SUFFIX,
+    build_engine,
+    fit_dims,
+    load_lowered,
+)
 from intaglio.engines.nvidia.gpu import find_gpu
 from intaglio.engines.nvidia.options import read_full_options
-from intaglio.engines.tensorrt_rtx import ACCURACIES, DOMAINS, INPUT_DTYPES, KEEPS_MODEL, SUFFIX, digest, fit_dims
-from intaglio.engines.tensorrt_rtx import build_in_child as _build_in_child
-from intaglio.engines.tensorrt_rtx import load_for_parity as _load_lowered
 from intaglio.errors import EngineError, RuntimeMissingError
 
 if TYPE_CHECKING:
@@ -25,10 +32,10 @@ if TYPE_CHECKING:
     from intaglio.exporters.bundle import StageInfo
     from intaglio.progress import ProgressCallback
 
-__all__ = ["ACCURACIES", "DOMAINS", "INPUT_DTYPES", "KEEPS_MODEL", "SUFFIX", "digest", "fit_dims"]
+__all__ = ["ACCURACIES", "DOMAINS", "INPUT_DTYPES", "KEEPS_MODEL", "SUFFIX", "fit_dims"]
 
 # Kernels are part of an engine, and lie in another room.
-SOURCES = ("tensorrt.py", "tensorrt_rtx.py", "nvidia/*.py", "nvidia/plugins/*.py", "../kernels/cuda/*.py")
+SOURCES = ("tensorrt.py", "nvidia/*.py", "nvidia/plugins/*.py", "../kernels/cuda/*.py")
 _WHEELS = ("tensorrt-cu13", "tensorrt-cu12", "tensorrt")
 
 
@@ -71,14 +78,14 @@ def build(
 
     Raises CompileError with the child's own message, CancelledError.
     """
-    return _build_in_child(graph, artifact, stage.inputs, identity, progress)
+    return build_engine(graph, artifact, stage.inputs, identity, progress)
 
 
 def build_model(
     graph: Path, artifact: Path, described: OnnxFile, identity: Identity, given: frozenset[str]
 ) -> StageReport:
     """Likewise, of an ONNX file that others wrote."""
-    return _build_in_child(graph, artifact, described.inputs, identity, None)
+    return build_engine(graph, artifact, described.inputs, identity, None)
 
 
 def check_runs() -> None:
@@ -98,4 +105,4 @@ def load_for_parity(name: str, artifact: Path, weights: Path, stage: Interface, 
     Raises EngineError.
     """
     options = {name: value for name, value in identity.options.items() if name == "dtype"}
-    return _load_lowered(name, artifact, weights, stage, identity.model_copy(update={"options": options}))
+    return load_lowered(name, weights, stage, identity.model_copy(update={"options": options}))

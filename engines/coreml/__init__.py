@@ -5,24 +5,21 @@ Imports neither coremltools nor a graph library: opening an engine needs none.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
-import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from intaglio.engines.child import REFUSED, how_it_ended, run_child
+from intaglio.engines.child import build_in_child
 from intaglio.engines.coreml.options import read_options
-from intaglio.engines.report import StageReport, bits_per_weight
 from intaglio.engines.shapes import fit_context
-from intaglio.errors import CompileError, EngineError, RuntimeMissingError
+from intaglio.errors import EngineError, RuntimeMissingError
 from intaglio.kernels.grouped_quant import DOMAIN
 
 if TYPE_CHECKING:
     from intaglio.engines.identity import Identity
     from intaglio.engines.onnx_file import OnnxFile
+    from intaglio.engines.report import StageReport
     from intaglio.engines.shapes import Interface
     from intaglio.exporters.bundle import Dim, StageInfo
     from intaglio.progress import ProgressCallback
@@ -35,15 +32,14 @@ INPUT_DTYPES = frozenset(
 )
 SUFFIX = ".mlpackage"
 KEEPS_MODEL = False
-_BUILDS = (
-    "__init__", "blob_file", "building", "constants", "conversion", "deferred", "description", "einsum", "functions",
-    "manifest", "mil", "node", "options", "package", "registry", "serialization", "sizes", "states", "stats",
-)  # fmt: skip
-# Not what runs or evaluates packages, but for what the counts of the report are read with.
+# What runs packages has no part in building them; of the evaluator, what the report's counts are read with has.
+_RUNS = ("cache_calls.py", "models.py", "session.py", "supported.py")
+_HERE = Path(__file__).parent
 SOURCES = (
-    *(f"coreml/{name}.py" for name in _BUILDS), "coreml/ops/*.py", "coreml/evaluator/package.py",
-    "coreml/evaluator/program.py", "coreml/evaluator/blobs.py",
-)  # fmt: skip
+    *(f"coreml/{file.name}" for file in _HERE.glob("*.py") if file.name not in _RUNS),
+    "coreml/ops/*.py",
+    *(f"coreml/evaluator/{name}.py" for name in ("blobs", "package", "program")),
+)
 
 
 def compiler() -> str:
@@ -72,16 +68,6 @@ def fit_dims(dims: Mapping[str, Dim], declared: Mapping[str, Dim]) -> dict[str, 
     return fit_context(dims, declared)
 
 
-def digest(artifact: Path) -> str:
-    """The hash of all files of a package and of their names."""
-    found = hashlib.sha256()
-    for file in sorted(file for file in artifact.rglob("*") if file.is_file()):
-        with file.open("rb") as content:
-            found.update(f"{file.relative_to(artifact).as_posix()}\0".encode())
-            found.update(hashlib.file_digest(content, "sha256").digest())
-    return found.hexdigest()
-
-
 def build(
     graph: Path,
     artifact: Path,
@@ -104,7 +90,6 @@ def build_model(
 
 
 def _build(graph: Path, artifact: Path, interface: Interface, identity: Identity, *, is_foreign: bool) -> StageReport:
-    started = time.monotonic()
     variants = identity.variants or (identity.shapes,)
     request = {
         "graph": str(graph),
@@ -116,18 +101,7 @@ def _build(graph: Path, artifact: Path, interface: Interface, identity: Identity
         "options": identity.options,
         "is_foreign": is_foreign,
     }
-    done = run_child("coreml.building", request)
-    if done.returncode == REFUSED and done.stderr.strip():
-        raise CompileError(done.stderr.strip().splitlines()[-1])
-    if done.returncode:
-        raise CompileError(f"{graph.name}: coremltools {how_it_ended(done)}")
-    result = json.loads(done.stdout.splitlines()[-1])
-    return StageReport(
-        **result,
-        accuracy=identity.accuracy,
-        bits_per_weight=bits_per_weight(result["weight_bytes"], result["weight_count"]),
-        seconds=round(time.monotonic() - started, 3),
-    )
+    return build_in_child("coreml.building", request, identity, name=graph.name, compiler="coremltools")
 
 
 def load(

@@ -13,7 +13,7 @@ from typing import Any
 import onnx_ir as ir
 
 from intaglio.engines.child import end_with_parent, fail, refuse
-from intaglio.engines.coreml.conversion import Converted, convert
+from intaglio.engines.coreml.conversion import WRAPS, Converted, convert
 from intaglio.engines.coreml.coremltools_ import import_coremltools
 from intaglio.engines.coreml.description import (
     DECODE,
@@ -51,6 +51,7 @@ class Build:
     graph: Path
     options: Options
     inputs: Mapping[str, Sequence[int | str]] = field(default_factory=dict)
+    is_foreign: bool = False
     notes: list[str] = field(default_factory=list)
     dtype: str = ""
     functions: list[str] = field(default_factory=list)
@@ -115,7 +116,7 @@ class Build:
                 converted, described = convert_with_cache(
                     self._model(), self.graph.stem, context=context, tokens=tokens, dims=sizes
                 )
-            self._note(iter(converted.notes))
+            self._note_of(converted)
             if name == DECODE:
                 batch = described.states[0].shape[0]
                 texts = "one text" if batch == 1 else f"{batch} texts"
@@ -125,13 +126,13 @@ class Build:
     def _convert(self, model: ir.Model, sizes: Sizes) -> Converted:
         with self._form():
             converted = convert(model, self.graph.stem, dims=sizes)
-        self._note(iter(converted.notes))
+        self._note_of(converted)
         return converted
 
     def _form(self) -> Any:
-        from intaglio.engines.coreml.ops.packed_weights import WeightForm, packed_as
+        from intaglio.engines.coreml.ops.packed_weights import packed_as
 
-        return packed_as(WeightForm(self.options.weights))
+        return packed_as(self.options.weights)
 
     def _model(self) -> ir.Model:
         """The graph, narrowed if that is asked for."""
@@ -155,6 +156,10 @@ class Build:
             self._note(f"{name} stays float32: {reason}" for name, reason in narrow.kept.items())
         return model
 
+    def _note_of(self, converted: Converted) -> None:
+        # Our graphs compute positions and lengths, which the dims table bounds.
+        self._note(note for note in converted.notes if self.is_foreign or not note.endswith(WRAPS))
+
     def _note(self, notes: Iterator[str]) -> None:
         self.notes.extend(note for note in notes if note not in self.notes)
 
@@ -174,7 +179,7 @@ def main() -> int:
     graph, artifact = Path(request["graph"]), Path(request["artifact"])
     variants = [{name: Dim.model_validate(dim) for name, dim in dims.items()} for dims in request["variants"]]
     shapes = {name: Dim.model_validate(dim) for name, dim in request["shapes"].items()}
-    build = Build(graph, Options.model_validate(request["options"]), request["inputs"])
+    build = Build(graph, Options.model_validate(request["options"]), request["inputs"], request["is_foreign"])
     try:
         import_coremltools(alone=True)
         if request["is_foreign"]:

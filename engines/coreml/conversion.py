@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import (
     InlinePass,
@@ -22,6 +21,7 @@ from intaglio.engines.coreml.axes import check_axes
 from intaglio.engines.coreml.constants import to_mil
 from intaglio.engines.coreml.deferred import large
 from intaglio.engines.coreml.node import Node
+from intaglio.engines.coreml.opsets import check_opset
 from intaglio.engines.coreml.registry import UPDATE_STATE, load_converters
 from intaglio.engines.lowering.fold_constants import evaluate
 from intaglio.engines.lowering.fuse_dequantize import FuseDequantizePass
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from intaglio.engines.coreml.registry import Converter
 
 MAX_RANK = 5
-# onnxruntime begins there too.
-_OLDEST_OPSET = 7
+# How the note ends where integers of more bits are computed.
+WRAPS = "is computed in int32: what leaves its range is wrong"
 # What follows from constants alone is computed in its own dtype where Core ML has a smaller one, up to this size.
 _WIDE = (ir.DataType.INT64, ir.DataType.UINT64, ir.DataType.UINT32, ir.DataType.DOUBLE)
 _FOLDED_ELEMENTS = 2**16
@@ -115,7 +115,7 @@ def convert(
     conversion, which then are inputs no more. Raises CompileError, RuntimeMissingError.
     """
     converters = load_converters()
-    _check_opset(model, where)
+    check_opset(model, where)
     try:
         _prepare(model, where, converters)
         return Conversion(model, where, converters, dims or {}, constants or {}).run()
@@ -124,34 +124,6 @@ def convert(
             f"{where}: its subgraphs or functions are nested too deeply to be converted; "
             "flatten the graph, or compile for another target, such as cpu"
         ) from error
-
-
-def _check_opset(model: ir.Model, where: str) -> None:
-    """Refuses an opset that is not known, and ops of one so old that they mean something else."""
-    imports = model.graph.opset_imports
-    version = imports.get("", imports.get("ai.onnx"))
-    if version is None:
-        return
-    newest = onnx.defs.onnx_opset_version()
-    changed = ""
-    if 1 <= version < _OLDEST_OPSET:
-        # Before it ops broadcast by attributes, normalizations had a flag for training, and so on.
-        for node in ir.traversal.RecursiveGraphIterator(model.graph):
-            if node.domain in ("", "ai.onnx") and _since(node.op_type, version) != _since(node.op_type, _OLDEST_OPSET):
-                changed = f", in which {node.op_type} ({node.name or node.outputs[0].name!r}) is another op than later"
-                break
-    if not 1 <= version <= newest or changed:
-        raise CompileError(
-            f"{where}: is of opset {version}{changed}; expected {_OLDEST_OPSET} to {newest}: convert it with "
-            "onnx.version_converter, or export it for an opset between"
-        )
-
-
-def _since(op_type: str, version: int) -> int | None:
-    try:
-        return onnx.defs.get_schema(op_type, version).since_version
-    except onnx.defs.SchemaError:
-        return None
 
 
 def _prepare(model: ir.Model, where: str, converters: Mapping[tuple[str, str], Converter]) -> None:
@@ -191,6 +163,8 @@ class Conversion:
         # What was computed at conversion.
         self._known: dict[ir.Value, np.ndarray] = {}
         self._names: set[str] = set(_RESERVED)
+        # What follows from sizes, which stay within int32, and from constants.
+        self._sizes: set[ir.Value] = set()
         self._said: dict[str, None] = {}
         self._too_deep: dict[str, str] = {}
         self._symbols: dict[str, Any] = {}
@@ -426,16 +400,19 @@ class Conversion:
         return np.asarray(var.val).astype(self.dtype(value).numpy())
 
     def _note_integers(self, node: ir.Node) -> None:
+        given = [value for value in node.inputs if value is not None and value.name != ""]
+        of_sizes = bool(given) and all(v in self._sizes or self._weight_of(v) is not None for v in given)
+        if node.op_type in ("Shape", "Size") or of_sizes:
+            self._sizes.update(node.outputs)
         made = self._vars.get(node.outputs[0])
         dtype = node.outputs[0].dtype
         if node.op_type not in _COUNTING or made is None or dtype not in _WIDE or dtype == ir.DataType.DOUBLE:
             return
         source = node.inputs[0].dtype if node.op_type == "Cast" and node.inputs[0] is not None else None
         within = source is not None and source.is_integer() and dtype == ir.DataType.INT64
-        # What follows from sizes stays within int32.
-        if not within and made.val is None and made.sym_val is None:
+        if not within and made.val is None and node.outputs[0] not in self._sizes:
             name = "int64" if dtype == ir.DataType.INT64 else dtype.name.lower()
-            self.note(f"{name} is computed in int32: what leaves its range is wrong")
+            self.note(f"{name} {WRAPS}")
 
     def _inputs(self, node: ir.Node) -> str:
         """The shapes and dtypes of a node's inputs, as far as they are known."""

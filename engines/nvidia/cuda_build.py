@@ -8,11 +8,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass, RemoveUnusedFunctionsPass, RemoveUnusedOpsetsPass
 
-from intaglio.engines.child import REFUSED
-from intaglio.engines.cpu_session import run_once
+from intaglio.engines.child import end_with_parent, fail, refuse
 from intaglio.engines.graph_file import load_graph
 from intaglio.engines.graph_stats import activation_dtype, count_nodes
 from intaglio.engines.lowering.decompose_attention import DecomposeAttentionPass
@@ -24,9 +24,11 @@ from intaglio.engines.lowering.widen_dtype import WidenDtypePass
 from intaglio.engines.memory import peak_rss_bytes
 from intaglio.engines.nvidia.cuda_ops import runs_on_cpu
 from intaglio.engines.nvidia.cuda_options import CudaOptions
+from intaglio.engines.nvidia.cuda_session import CudaSession
 from intaglio.engines.nvidia.lower import lower as lower_for_tensorrt
 from intaglio.engines.nvidia.lower import why_not_fused
-from intaglio.errors import IntaglioError
+from intaglio.engines.shapes import smallest_feeds
+from intaglio.errors import EngineError, IntaglioError
 from intaglio.exporters.bundle import Dim, StageInfo
 from intaglio.kernels.grouped_quant import DOMAIN
 
@@ -75,7 +77,7 @@ def build(request: dict[str, Any]) -> dict[str, Any]:
     del model
     if request["stage"] is not None:
         dims = {name: Dim.model_validate(dim) for name, dim in request["dims"].items()}
-        run_once(folder / GRAPH, folder, StageInfo.model_validate(request["stage"]), dims)
+        _try(graph.stem, folder / GRAPH, StageInfo.model_validate(request["stage"]), dims)
     return {
         "dtype": dtype,
         "weight_bytes": sizes[0],
@@ -88,6 +90,14 @@ def build(request: dict[str, Any]) -> dict[str, Any]:
         "package_bytes": sum(file.stat().st_size for file in folder.iterdir()),
         "peak_rss_bytes": peak_rss_bytes(),
     }
+
+
+def _try(name: str, graph: Path, stage: StageInfo, dims: dict[str, Dim]) -> None:
+    """Raises EngineError where onnxruntime cannot run it, and for outputs that are not finite."""
+    outputs = CudaSession(name, graph, stage, dims, [], device="cpu").run(smallest_feeds(stage, dims))
+    bad = [name for name, value in outputs.items() if value.dtype.kind == "f" and not np.isfinite(value).all()]
+    if bad:
+        raise EngineError(f"{name}: the outputs {', '.join(bad)} are not finite at the smallest shapes")
 
 
 def _weight_size(model: ir.Model) -> tuple[int, int]:
@@ -113,11 +123,14 @@ def _weight_size(model: ir.Model) -> tuple[int, int]:
 
 def main() -> int:
     """Builds what stdin asks for; 2 and a message on stderr if it cannot be built."""
+    end_with_parent()
+    request = json.load(sys.stdin)
     try:
-        result = build(json.load(sys.stdin))
-    except IntaglioError as error:
-        sys.stderr.write(" ".join(str(error).split()) + "\n")
-        return REFUSED
+        result = build(request)
+    except (IntaglioError, OSError) as error:
+        return refuse(error, Path(request["graph"]).name)
+    except Exception as error:
+        return fail(error)
     sys.stdout.write(json.dumps(result) + "\n")
     return 0
 

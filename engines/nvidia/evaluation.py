@@ -37,7 +37,7 @@ class LoweredGraph:
 
         from intaglio.engines.lowering.external_weights import write_graph
         from intaglio.engines.lowering.widen_dtype import WidenDtypePass
-        from intaglio.engines.nvidia.build import lowered_model
+        from intaglio.engines.nvidia.building import lowered_model
         from intaglio.engines.nvidia.options import RtxOptions
 
         self.name, self.stage, self.dims = name, stage, dict(dims)

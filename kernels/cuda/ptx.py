@@ -39,7 +39,9 @@ def plugin_kernel(variant: Variant) -> PluginKernel:
     """
     key = (
         variant.kernel.__name__,
-        *map(tuple, (sorted(variant.types.items()), sorted(variant.constants.items()), sorted(variant.aligned))),
+        tuple(sorted(variant.types.items())),
+        tuple(sorted(variant.constants.items())),
+        tuple(sorted(variant.aligned)),
         variant.warps,
         variant.stages,
     )

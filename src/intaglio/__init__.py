@@ -66,8 +66,8 @@ def compile(  # noqa: A001 - the verb's name
     """Compiles a bundle (``engines.compile.compile_bundle``) or an ONNX file (``engines.compile_model.compile_model``).
 
     ``dtype``, ``deployment_target`` and ``weights`` are options of the target ``coreml``: see its ``Options``;
-    ``dtype`` and ``sm`` of ``tensorrt-rtx``, ``dtype`` and ``provider`` of ``cuda``; ``refit`` of ``tensorrt``: LoRA may
-    exchange weights of its engines.
+    ``dtype`` and ``sm`` of ``tensorrt-rtx``; ``dtype`` and ``refit`` of ``tensorrt`` (LoRA may exchange weights of
+    its engines); ``dtype`` and ``provider`` of ``cuda``.
     Raises InputError where ``output`` is given for a bundle, whose engines lie in it; else the errors of those two.
     """
     from intaglio.engines.model_engine import is_model

@@ -17,8 +17,8 @@ from measure import intaglio as command_line
 
 import intaglio
 from intaglio.engines import cache, child, cpu
-from intaglio.engines.cpu_session import smallest_feeds
 from intaglio.engines.engine import open_engine, read_report
+from intaglio.engines.shapes import smallest_feeds
 from intaglio.errors import CompileError, EngineError, InputError, OutputError, RuntimeMissingError
 
 
@@ -196,7 +196,7 @@ def test_without_onnxruntime_the_error_says_what_to_install(bundle: Path, monkey
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"target": "abacus"}, "the target 'abacus' is unknown; there are cpu, coreml"),
+        ({"target": "abacus"}, "the target 'abacus' is unknown; there are cpu, coreml, tensorrt, tensorrt-rtx, cuda"),
         ({"accuracy": "sloppy"}, "accuracy 'sloppy': cpu has exact, fast"),
         ({"shapes": "batch"}, "'batch' is not NAME=VALUE"),
         ({"shapes": "height=512"}, "the dim 'height' is unknown; there are batch, sequence"),

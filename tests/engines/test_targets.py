@@ -11,10 +11,16 @@ from intaglio import engines
 from intaglio.engines.target import TARGETS
 
 FOLDER = Path(engines.__file__).parent
+# Patterns of what belongs to a target, or to those that share a runtime.
+FAMILIES = {
+    "cpu": ("cpu.py", "cpu_*.py"),
+    "coreml": ("coreml/**/*.py",),
+    "nvidia": ("nvidia/**/*.py", "tensorrt.py", "tensorrt_rtx.py", "cuda.py"),
+}
 
 
-def files_of(target: str) -> list[Path]:
-    return [*FOLDER.glob(f"{target}.py"), *FOLDER.glob(f"{target}_*.py"), *(FOLDER / target).rglob("*.py")]
+def files_of(family: str) -> list[Path]:
+    return [path for pattern in FAMILIES[family] for path in FOLDER.glob(pattern)]
 
 
 def imported(file: Path) -> set[str]:
@@ -27,13 +33,23 @@ def imported(file: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_no_target_imports_another(target: str) -> None:
-    files = files_of(target)
+def modules_of(files: list[Path]) -> set[str]:
+    parts = [path.relative_to(FOLDER).with_suffix("").parts for path in files]
+    return {".".join(("intaglio", "engines", *(part for part in each if part != "__init__"))) for each in parts}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_family_of_targets_imports_another(family: str) -> None:
+    files = files_of(family)
     assert len(files) > 3
-    others = {path.relative_to(FOLDER).with_suffix("").parts for o in TARGETS if o != target for path in files_of(o)}
-    modules = {".".join(("intaglio", "engines", *parts)) for parts in others} | {
-        f"intaglio.engines.{other}" for other in TARGETS if other != target
-    }
-    found = {(file.name, name) for file in files for name in imported(file) & modules}
+    others = modules_of([path for other in FAMILIES if other != family for path in files_of(other)])
+    found = {(file.name, name) for file in files for name in imported(file) & others}
     assert not found, found
+
+
+def test_no_target_imports_another() -> None:
+    modules = {target: f"intaglio.engines.{target.replace('-', '_')}" for target in TARGETS}
+    for target, module in modules.items():
+        file = FOLDER / f"{module.rsplit('.', 1)[1]}.py"
+        file = file if file.exists() else file.with_suffix("") / "__init__.py"
+        assert not imported(file) & (set(modules.values()) - {module}), target

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fetched import fetched
-from klein import make_checkpoint as maker
+from klein_full_size import export, write_sources
 from measure import intaglio as command_line
 
 from intaglio.engines.coreml.stats import weight_stats
@@ -22,25 +20,9 @@ _SIZES = "batch=1,height=512,width=512,image_tokens=1024,text_tokens=512"
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A ternary transformer, a 4-bit text encoder and an autoencoder."""
-    folder = tmp_path_factory.mktemp("klein")
-    if (free := shutil.disk_usage(folder).free) < _DISK:
-        pytest.skip(f"needs {_DISK >> 30} GiB of disk, {free >> 30} GiB are free")
-    sizes = maker.SIZES["4B"]
-    maker.write_transformer(folder / "packed.safetensors", "mlx", sizes)
-    maker.write_text_encoder(folder / "text_encoder", "mlx", sizes)
-    maker.write_vae(folder / "vae", sizes)
-    fetched("qwen3-tokenizer-config")
-    maker.write_tokenizer(folder / "tokenizer", fetched("qwen3-tokenizer").parent)
-    done = command_line(
-        "export",
-        "--transformer", folder / "packed.safetensors",
-        "--text-encoder", folder / "text_encoder",
-        "--vae", folder / "vae",
-        "--tokenizer", folder / "tokenizer",
-        folder / "bundle",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return folder / "bundle"
+    sources = write_sources(tmp_path_factory.mktemp("klein"), _DISK)
+    export(sources)
+    return sources / "bundle"
 
 
 def _compile(bundle: Path, *options: str) -> dict[str, Any]:

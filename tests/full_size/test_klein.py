@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
-from fetched import fetched
-from klein import make_checkpoint as maker
+from klein_full_size import export, write_sources
 from measure import intaglio as command_line
 
 from intaglio.exporters.bundle import read_bundle
@@ -20,29 +18,12 @@ _DISK = 9 << 30
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The parts in their packed spellings, with Qwen3's own tokenizer."""
-    folder = tmp_path_factory.mktemp("klein")
-    if (free := shutil.disk_usage(folder).free) < _DISK:
-        pytest.skip(f"needs {_DISK >> 30} GiB of disk, {free >> 30} GiB are free")
-    sizes = maker.SIZES["4B"]
-    maker.write_transformer(folder / "packed.safetensors", "mlx", sizes)
-    maker.write_text_encoder(folder / "text_encoder", "mlx", sizes)
-    maker.write_vae(folder / "vae", sizes)
-    fetched("qwen3-tokenizer-config")
-    maker.write_tokenizer(folder / "tokenizer", fetched("qwen3-tokenizer").parent)
-    return folder
+    return write_sources(tmp_path_factory.mktemp("klein"), _DISK)
 
 
 @pytest.fixture(scope="module")
 def bundle(sources: Path) -> Path:
-    done = command_line(
-        "export",
-        "--transformer", sources / "packed.safetensors",
-        "--text-encoder", sources / "text_encoder",
-        "--vae", sources / "vae",
-        "--tokenizer", sources / "tokenizer",
-        sources / "bundle",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = export(sources)
     parts = [sources / "packed.safetensors", sources / "text_encoder", sources / "vae"]
     largest = max(tensor.nbytes for part in parts for tensor in open_checkpoint(part).tensors.values())
     print(f"export: peak RSS {done.peak_rss_mib:.0f} MiB; largest tensor {largest / 2**20:.0f} MiB")

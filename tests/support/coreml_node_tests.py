@@ -25,6 +25,7 @@ from onnx import numpy_helper
 from onnx.backend.test.loader import load_model_tests
 
 from intaglio.engines.coreml.conversion import Converted, Port, convert
+from intaglio.engines.coreml.coremltools_ import import_coremltools
 from intaglio.engines.coreml.node import NotConstantError
 from intaglio.engines.coreml.package import write_package
 from intaglio.engines.coreml.registry import load_converters
@@ -179,6 +180,7 @@ def main() -> int:
     parser.add_argument("part", nargs="?", default="", help="only tests with this in their name")
     parser.add_argument("--write", action="store_true", help="write the list of those that fail")
     arguments = parser.parse_args()
+    import_coremltools(alone=True)  # it would say what of its own it lacks off a Mac
     outcomes = [run(case, ops) for case, ops in cases(arguments.part)]
     failed = {o.name: o.reason for o in outcomes if o.reason}
     if arguments.write:

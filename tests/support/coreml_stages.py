@@ -15,7 +15,7 @@ from klein_sizes import TINY
 import intaglio
 from intaglio.engines.coreml.conversion import convert
 from intaglio.engines.coreml.evaluator import Evaluator
-from intaglio.engines.coreml.ops.packed_weights import WeightForm, packed_as
+from intaglio.engines.coreml.ops.packed_weights import packed_as
 from intaglio.engines.coreml.package import write_package
 from intaglio.engines.references import OnnxruntimeReference
 from intaglio.exporters.bundle import Dim, read_bundle
@@ -91,7 +91,7 @@ def evaluated_stage(
     }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "stage.mlpackage"
-        with packed_as(WeightForm(weights)):
+        with packed_as(weights):
             converted = convert(model, "stage.onnx", dims=sizes if dims is None else dims)
         write_package(converted, path)
         fed = {port.mil_name: np.atleast_1d(cast[port.name]) for port in converted.inputs}

@@ -87,10 +87,10 @@ def write_tied_model(path: Path) -> np.ndarray:
 
 def write_packages(model: Path, folder: Path) -> None:
     """The packages of a model in the four forms of weights."""
-    from intaglio.engines.coreml.ops.packed_weights import ORDERS, WeightForm, packed_as
+    from intaglio.engines.coreml.ops.packed_weights import ORDERS, packed_as
 
     for order in ORDERS:
-        with packed_as(WeightForm(order)):
+        with packed_as(order):
             converted = convert(ir.load(model), model.name, dims={"tokens": VOCABULARY})
         write_package(converted, folder / f"{order}.mlpackage")
 

@@ -5,8 +5,6 @@ are those of the real bindings: ``test_session`` compares them. Work on the stre
 that what does not wait finds nothing; memory is filled with what is no number, so that what nobody wrote is seen.
 """
 
-
-
 from __future__ import annotations
 
 import enum
@@ -505,7 +503,7 @@ def stand_in(patch: pytest.MonkeyPatch, *, is_rtx: bool = True, **driver: Any) -
     trt = TensorRT(Driver(**driver), is_rtx=is_rtx)
 
     def run_child(module: str, request: Mapping[str, Any], progress: Any = None) -> Any:
-        assert module == "nvidia.build"
+        assert module == "nvidia.building"
         result = build.build(
             Path(request["graph"]),
             Path(request["artifact"]),

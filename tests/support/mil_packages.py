@@ -8,6 +8,7 @@ from typing import Any
 
 import coremltools as ct
 import numpy as np
+import torch
 from coremltools.converters.mil.mil import Builder, Function, Program, types
 
 from intaglio.engines.coreml.evaluator import Evaluator
@@ -66,3 +67,20 @@ def error(found: np.ndarray, expected: np.ndarray) -> float:
         return float("inf")
     found, expected = found.astype(np.float64), np.asarray(expected, np.float64)
     return float(np.linalg.norm(found - expected) / max(float(np.linalg.norm(expected)), 1e-30))
+
+
+def agree(found: Sequence[np.ndarray], expected: Sequence[Any], bound: float) -> None:
+    """Fails unless each result is within the bound of the expected one, by :func:`error`."""
+    assert len(found) == len(expected)
+    for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert error(one, np.asarray(other)) <= bound, i
+
+
+def t(x: Any) -> torch.Tensor:
+    """A float64 tensor of torch, to compute what is expected."""
+    return torch.from_numpy(np.asarray(x, np.float64))
+
+
+def numbers(*shape: int) -> np.ndarray:
+    """Normal float32, other ones each time."""
+    return np.random.default_rng().standard_normal(shape).astype(np.float32)

@@ -29,33 +29,24 @@ from intaglio.kernels.grouped_quant import DOMAIN, GroupedQuantFormat, unpack_co
 ORDERS = ("lut", "lut-compact", "lut-fp16", "int4")
 
 
-@dataclass(frozen=True)
-class WeightForm:
-    """How packed weights are written: one of ``ORDERS``, and whether their values are float16 in any case.
-
-    Otherwise they are float16 where the product is, or where that holds their values exactly.
-    """
-
-    order: str = "lut"
-    float16: bool = False
-
-
 _SIGNED = {4: types.np_int4_dtype, 8: np.dtype(np.int8)}
 _UNSIGNED = {4: types.np_uint4_dtype, 8: np.dtype(np.uint8)}
-_DEFAULT = WeightForm()
-_FORM = ContextVar("form", default=_DEFAULT)
+_ORDER = ContextVar("order", default=ORDERS[0])
 
 
 @contextmanager
-def packed_as(form: WeightForm) -> Iterator[None]:
-    """Conversions inside write packed weights in this form. Raises ValueError for an order that there is not."""
-    if form.order not in ORDERS:
-        raise ValueError(f"packed weights are written as one of {', '.join(ORDERS)}; found {form.order!r}")
-    token = _FORM.set(form)
+def packed_as(order: str) -> Iterator[None]:
+    """Conversions inside write ternary weights in this order, one of ``ORDERS``.
+
+    Values are float16 where the product is, or where that holds them exactly. Raises ValueError for another order.
+    """
+    if order not in ORDERS:
+        raise ValueError(f"packed weights are written as one of {', '.join(ORDERS)}; found {order!r}")
+    token = _ORDER.set(order)
     try:
         yield
     finally:
-        _FORM.reset(token)
+        _ORDER.reset(token)
 
 
 @dataclass(frozen=True)
@@ -105,22 +96,16 @@ def packed_product(x: Var, weight: Var, name: str) -> Var:
 
 def packed_weight(node: Node, weight: PackedWeight, dtype: str) -> Var:
     """The weight as a constant that Core ML unpacks; ``dtype`` is that of the product it is for."""
-    form = _FORM.get()
-    narrow = form.float16 or dtype == "fp16"
+    order, narrow = _ORDER.get(), dtype == "fp16"
+    has_table = weight.bits == 2 and order != "int4"
     if weight.offsets is not None:
-        return (
-            _affine_table(node, weight, narrow)
-            if weight.bits == 2 and form.order != "int4"
-            else _affine(node, weight, narrow)
-        )
-    if weight.bits == 2 and form.order != "int4":
-        return _table(node, weight, form.order, narrow)
-    return _scaled(node, weight, narrow)
+        return _affine_table(node, weight, narrow) if has_table else _affine(node, weight, narrow)
+    return _table(node, weight, order, narrow) if has_table else _scaled(node, weight, narrow)
 
 
 def _shared_weight(node: Node, first: int, dtype: str) -> Var:
     """The weight whose codes, scales and offsets are the inputs from ``first`` on; one for all that read it."""
-    key = (_FORM.get(), dtype, *(node.int(name) for name in ("bits", "group_size", "zero_point")))
+    key = (_ORDER.get(), dtype, *(node.int(name) for name in ("bits", "group_size", "zero_point")))
     return node.shared(range(first, first + 3), key, lambda: packed_weight(node, _read(node, first), dtype))
 
 

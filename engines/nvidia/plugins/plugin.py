@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,8 @@ class Plugin(ABC):
 
 def register(trt: Any, plugin: Plugin) -> None:
     """Gives TensorRT's registry a plugin."""
-    trtp, count = trt.plugin, len(plugin.INPUTS)
+    trtp: Any = trt.plugin
+    count = len(plugin.INPUTS)
 
     def describe(*tensors: Any, **attributes: Any) -> Any:
         return plugin.output(tensors, _plain(plugin, attributes))
@@ -88,13 +90,15 @@ def register(trt: Any, plugin: Plugin) -> None:
         return launch.kernel.name, launch.kernel.ptx, how, numbers
 
     # TensorRT reads names and types off the functions.
-    given = dict.fromkeys(plugin.INPUTS, trtp.TensorDesc)
+    tensor = trtp.TensorDesc
+    given = dict.fromkeys(plugin.INPUTS, tensor)
     # One number is an array of one: a plain int or float meets an array that NumPy 2.4 does not convert.
     given |= {name: npt.NDArray[dtype] for name, dtype in plugin.ATTRIBUTES.items()}  # type: ignore[valid-type]
-    outputs = {"outputs": tuple[trtp.TensorDesc]}
-    ahead = tuple[str, str, trtp.KernelLaunchParams, trtp.SymIntExprs]
-    trtp.register(plugin.id)(_signed(describe, given, trtp.TensorDesc))
-    trtp.autotune(plugin.id)(_signed(autotune, given | outputs, list[trtp.AutoTuneCombination]))
+    outputs = {"outputs": types.GenericAlias(tuple, (tensor,))}
+    ahead = types.GenericAlias(tuple, (str, str, trtp.KernelLaunchParams, trtp.SymIntExprs))
+    combinations = types.GenericAlias(list, (trtp.AutoTuneCombination,))
+    trtp.register(plugin.id)(_signed(describe, given, tensor))
+    trtp.autotune(plugin.id)(_signed(autotune, given | outputs, combinations))
     trtp.aot_impl(plugin.id)(_signed(compile_ahead, given | outputs | {"tactic": int}, ahead))
 
 

@@ -301,6 +301,11 @@ class TestOnnxFiles:
             intaglio.compile(path, "coreml")
         assert intaglio.compile(path, "coreml", shapes="x_dim0=1:2:4").stages["net"].functions == ("main",)
 
+    def test_integers_that_may_leave_int32_are_noted(self, tmp_path: Path) -> None:
+        path = self.write(tmp_path, "g (int64[2] x) => (int64[2] y) { y = Mul(x, x) }")
+        (note,) = intaglio.compile(path, "coreml").stages["net"].notes
+        assert note == "int64 is computed in int32: what leaves its range is wrong"
+
     def test_functions_of_dims_with_odd_names(self, tmp_path: Path) -> None:
         proto = model(NET)
         proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "3-größe"

@@ -1,9 +1,10 @@
 """Elementwise ops, activations, comparison, reductions of the evaluator, compared with NumPy and torch in float64."""
 
+import mil_packages
 import numpy as np
 import torch
 from coremltools.converters.mil.mil import Builder as mb
-from mil_packages import error, run
+from mil_packages import error, run, t
 
 F = torch.nn.functional
 # All in float32 on a handful of values: rounding only.
@@ -11,13 +12,7 @@ BOUND = 2e-6
 
 
 def agree(found, expected, bound=BOUND):
-    assert len(found) == len(expected)
-    for i, (one, other) in enumerate(zip(found, expected, strict=True)):
-        assert error(one, np.asarray(other)) <= bound, i
-
-
-def t(x):
-    return torch.from_numpy(np.asarray(x, np.float64))
+    mil_packages.agree(found, expected, bound)
 
 
 def test_unary(tmp_path):

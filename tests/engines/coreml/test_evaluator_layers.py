@@ -2,11 +2,12 @@
 
 import itertools
 
+import mil_packages
 import numpy as np
 import pytest
 import torch
 from coremltools.converters.mil.mil import Builder as mb
-from mil_packages import error, run
+from mil_packages import numbers, run, t
 
 from intaglio.errors import EngineError
 
@@ -15,18 +16,8 @@ F = torch.nn.functional
 BOUND = 3e-6
 
 
-def t(x):
-    return torch.from_numpy(np.asarray(x, np.float64))
-
-
 def agree(found, expected, bound=BOUND):
-    assert len(found) == len(expected)
-    for i, (one, other) in enumerate(zip(found, expected, strict=True)):
-        assert error(one, np.asarray(other)) <= bound, i
-
-
-def numbers(*shape):
-    return np.random.default_rng().standard_normal(shape).astype(np.float32)
+    mil_packages.agree(found, expected, bound)
 
 
 def test_products(tmp_path):

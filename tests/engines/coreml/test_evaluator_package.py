@@ -12,7 +12,7 @@ import pytest
 import torch
 from coremltools.converters.mil.mil import Builder as mb
 from coremltools.converters.mil.mil import types
-from mil_packages import build, error, run, save
+from mil_packages import build, error, numbers, run, save
 
 from intaglio.engines.coreml import evaluator as package
 from intaglio.engines.coreml.evaluator import Evaluator
@@ -20,10 +20,6 @@ from intaglio.engines.coreml.evaluator.registry import OPS
 from intaglio.errors import EngineError
 
 F32 = "float32"
-
-
-def numbers(*shape):
-    return np.random.default_rng().standard_normal(shape).astype(np.float32)
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,11 @@
 """Resizing, sampling and spatial ops of the evaluator, compared with torch in float64."""
 
+import mil_packages
 import numpy as np
 import pytest
 import torch
 from coremltools.converters.mil.mil import Builder as mb
-from mil_packages import error, run
+from mil_packages import numbers, run, t
 
 from intaglio.engines.coreml.evaluator.ops.resizing import grid
 from intaglio.errors import EngineError
@@ -13,18 +14,8 @@ F = torch.nn.functional
 BOUND = 2e-6
 
 
-def t(x):
-    return torch.from_numpy(np.asarray(x, np.float64))
-
-
 def agree(found, expected, bound=BOUND):
-    assert len(found) == len(expected)
-    for i, (one, other) in enumerate(zip(found, expected, strict=True)):
-        assert error(one, np.asarray(other)) <= bound, i
-
-
-def numbers(*shape):
-    return np.random.default_rng().standard_normal(shape).astype(np.float32)
+    mil_packages.agree(found, expected, bound)
 
 
 def test_grid_points_as_documented():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from coremltools.converters.mil.mil import Builder as mb
-from mil_packages import run
+from mil_packages import numbers, run
 
 from intaglio.errors import EngineError
 
@@ -17,10 +17,6 @@ def equal(found, expected):
     assert len(found) == len(expected)
     for i, (one, other) in enumerate(zip(found, expected, strict=True)):
         np.testing.assert_array_equal(one, np.asarray(other), err_msg=str(i))
-
-
-def numbers(*shape):
-    return np.random.default_rng().standard_normal(shape).astype(np.float32)
 
 
 def test_shapes(tmp_path):

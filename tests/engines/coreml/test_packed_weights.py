@@ -11,7 +11,7 @@ import pytest
 
 from intaglio.engines.coreml.conversion import convert
 from intaglio.engines.coreml.evaluator import Evaluator
-from intaglio.engines.coreml.ops.packed_weights import ORDERS, WeightForm, packed_as
+from intaglio.engines.coreml.ops.packed_weights import ORDERS, packed_as
 from intaglio.engines.coreml.package import write_package
 from intaglio.errors import CompileError
 from intaglio.kernels.grouped_quant import (
@@ -63,18 +63,18 @@ def _model(
     return ir.Model(graph, ir_version=11)
 
 
-def _packaged(model: ir.Model, form: WeightForm, path: Path) -> Evaluator:
-    with packed_as(form):
+def _packaged(model: ir.Model, order: str, path: Path) -> Evaluator:
+    with packed_as(order):
         converted = convert(model, "model.onnx")
     write_package(converted, path)
     return Evaluator(path)
 
 
-def _weight_read(rows: GroupedQuantRows, layout: GroupedQuantFormat, form: WeightForm, path: Path) -> np.ndarray:
+def _weight_read(rows: GroupedQuantRows, layout: GroupedQuantFormat, order: str, path: Path) -> np.ndarray:
     """The weight that the package unpacks, asked for by looking up all of its rows."""
     count = rows.codes.shape[0]
     model = _model([rows], layout, "GroupedQuantGather", [count], ir.DataType.INT64)
-    evaluator = _packaged(model, form, path)
+    evaluator = _packaged(model, order, path)
     (found,) = evaluator.run({"x": np.arange(count, dtype=np.int32)}).values()
     return found
 
@@ -83,7 +83,7 @@ def _weight_read(rows: GroupedQuantRows, layout: GroupedQuantFormat, form: Weigh
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32], ids=["float16", "bfloat16", "float32"])
 def test_ternary_weights_are_unpacked_exactly(order, dtype, tmp_path):
     rows = _rows(12, 256, TERNARY, np.dtype(dtype))
-    found = _weight_read(rows, TERNARY, WeightForm(order), tmp_path / "w.mlpackage")
+    found = _weight_read(rows, TERNARY, order, tmp_path / "w.mlpackage")
     np.testing.assert_array_equal(found, dequantize(rows, TERNARY))
 
 
@@ -91,7 +91,7 @@ def test_ternary_weights_are_unpacked_exactly(order, dtype, tmp_path):
 def test_integers_of_every_width_are_unpacked_exactly(layout, tmp_path):
     quantization = GroupedQuantFormat(*layout)
     rows = _rows(6, 128, quantization, np.dtype(np.float16))
-    found = _weight_read(rows, quantization, WeightForm(), tmp_path / "w.mlpackage")
+    found = _weight_read(rows, quantization, ORDERS[0], tmp_path / "w.mlpackage")
     np.testing.assert_array_equal(found, dequantize(rows, quantization))
 
 
@@ -101,7 +101,7 @@ def test_offsets(layout, order, tmp_path):
     quantization = GroupedQuantFormat(*layout)
     rows = _rows(6, 128, quantization, np.dtype(np.float16), offsets=True)
     rows.scales[2, 1] = 0  # a group of equal values
-    found = _weight_read(rows, quantization, WeightForm(order), tmp_path / "w.mlpackage")
+    found = _weight_read(rows, quantization, order, tmp_path / "w.mlpackage")
     np.testing.assert_allclose(found, dequantize(rows, quantization), rtol=0, atol=2e-6)
 
 
@@ -111,7 +111,7 @@ def test_products(order, shape, tmp_path):
     rows = _rows(12, 256, TERNARY, np.dtype(np.float16))
     evaluator = _packaged(
         _model([rows], TERNARY, "GroupedQuantMatMul", shape, ir.DataType.FLOAT),
-        WeightForm(order),
+        order,
         tmp_path / "w.mlpackage",
     )
     x = np.random.default_rng().standard_normal(shape).astype(np.float32)
@@ -123,7 +123,7 @@ def test_products(order, shape, tmp_path):
 def test_products_in_float16_keep_float16_weights(tmp_path):
     rows = _rows(12, 256, TERNARY, np.dtype(np.float32))
     model = _model([rows], TERNARY, "GroupedQuantMatMul", [4, 256], ir.DataType.FLOAT16)
-    evaluator = _packaged(model, WeightForm(), tmp_path / "w.mlpackage")
+    evaluator = _packaged(model, ORDERS[0], tmp_path / "w.mlpackage")
     x = np.random.default_rng().standard_normal((4, 256)).astype(np.float16)
     (found,) = evaluator.run({"x": x}).values()
     wanted = x.astype(np.float64) @ dequantize(rows, TERNARY).astype(np.float64).T
@@ -139,7 +139,7 @@ BITS = {"lut": 2.20, "lut-compact": 2.14, "lut-fp16": 2.52, "int4": 4.14}
 def test_bits_a_value_on_disk(order, tmp_path):
     rows = [_rows(512, 1024, TERNARY, np.dtype(np.float16)) for _ in range(4)]
     path = tmp_path / "w.mlpackage"
-    _packaged(_model(rows, TERNARY, "GroupedQuantMatMul", [1, 1024], ir.DataType.FLOAT), WeightForm(order), path)
+    _packaged(_model(rows, TERNARY, "GroupedQuantMatMul", [1, 1024], ir.DataType.FLOAT), order, path)
     (weights,) = path.rglob("weight.bin")
     assert weights.stat().st_size * 8 / (4 * 512 * 1024) <= BITS[order]
 
@@ -147,7 +147,7 @@ def test_bits_a_value_on_disk(order, tmp_path):
 def test_an_order_that_there_is_not():
     with (
         pytest.raises(ValueError, match="lut, lut-compact, lut-fp16, int4; found 'lut3'"),
-        packed_as(WeightForm("lut3")),
+        packed_as("lut3"),
     ):
         pass
 
@@ -156,5 +156,5 @@ def test_scales_beyond_float16_are_refused(tmp_path):
     rows = _rows(4, 128, TERNARY, np.dtype(np.float32))
     rows.scales[1, 0] = 1e6
     model = _model([rows], TERNARY, "GroupedQuantMatMul", [4, 128], ir.DataType.FLOAT16)
-    with pytest.raises(CompileError, match=r"GroupedQuantMatMul.*1e\+06.*--dtype float32"):
-        _packaged(model, WeightForm(), tmp_path / "w.mlpackage")
+    with pytest.raises(CompileError, match=r"GroupedQuantMatMul.*1e\+06.*without --dtype"):
+        _packaged(model, ORDERS[0], tmp_path / "w.mlpackage")

@@ -11,7 +11,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from intaglio.engines.child import REFUSED, say_progress
+from intaglio.engines.child import end_with_parent, fail, refuse, say_progress
 from intaglio.engines.graph_file import load_graph
 from intaglio.engines.graph_stats import activation_dtype, count_nodes
 from intaglio.engines.lowering.external_weights import write_graph
@@ -226,17 +226,19 @@ def _parser_errors(parser: Any) -> str:
 
 def main() -> int:
     """Builds what stdin asks for; 2 and a message on stderr if it cannot be built."""
+    end_with_parent()
     request = json.load(sys.stdin)
     graph, artifact = Path(request["graph"]), Path(request["artifact"])
+    inputs = [TensorInfo.model_validate(each) for each in request["inputs"]]
+    dims = [{name: Dim.model_validate(dim) for name, dim in each.items()} for each in request["variants"]]
+    kind = FullOptions if request["flavour"] == "tensorrt" else RtxOptions
+    options = kind.model_validate(request["options"])
     try:
-        inputs = [TensorInfo.model_validate(each) for each in request["inputs"]]
-        dims = [{name: Dim.model_validate(dim) for name, dim in each.items()} for each in request["variants"]]
-        kind = FullOptions if request["flavour"] == "tensorrt" else RtxOptions
-        options = kind.model_validate(request["options"])
         result = build(graph, artifact, inputs, dims, options, request["context"], request["measured"])
-    except IntaglioError as error:
-        sys.stderr.write(" ".join(str(error).split()) + "\n")
-        return REFUSED
+    except (IntaglioError, OSError) as error:
+        return refuse(error, graph.name)
+    except Exception as error:
+        return fail(error)
     sys.stdout.write(json.dumps({**result, "peak_rss_bytes": peak_rss_bytes()}) + "\n")
     return 0
 
