@@ -24,7 +24,7 @@ def import_driver() -> Any:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
         raise RuntimeMissingError(
-            f"cuda-python cannot be imported ({error}). Install intaglio with its extra `tensorrt-rtx`: "
+            f"cuda-bindings cannot be imported ({error}). Install intaglio with its extra `tensorrt-rtx`: "
             "from a checkout, pip install '.[tensorrt-rtx]'"
         ) from error
 
