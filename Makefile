@@ -82,7 +82,7 @@ $(VENV)/installed: build/wheel/built .ci/constraints.txt
 	touch $@
 
 $(VENV)/oracles: $(VENV)/installed
-	$(PIP) "$$(echo build/wheel/*.whl)[coreml,cpu,dev,oracles,train]"
+	$(PIP) "$$(echo build/wheel/*.whl)[coreml,cpu,dev,oracles,tensorrt-rtx,train,triton]"
 	touch $@
 
 clean:
