@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from intaglio.engines.memory import peak_rss_bytes
 from intaglio.engines.nvidia.bindings import import_tensorrt, import_tensorrt_rtx
 from intaglio.engines.nvidia.full import has_few_rows, mark_refittable, refittable
 from intaglio.engines.nvidia.lower import lower
+from intaglio.engines.nvidia.mapped_pages import release_pages
 from intaglio.engines.nvidia.options import BFLOAT16_SINCE, INT4_SINCE, FullOptions, RtxOptions
 from intaglio.engines.nvidia.profiles import Range, profile
 from intaglio.engines.nvidia.stats import handed_over
@@ -141,7 +142,8 @@ def _build_plan(
     if not parser.parse_from_file(str(lowered)):
         raise CompileError(f"{name}: TensorRT cannot read the graph: {_parser_errors(parser)}")
     config = builder.create_builder_config()
-    config.progress_monitor = _monitor(trt, name)
+    # The parser maps the weights, and the builder copies them: pages of both would be in memory at once.
+    config.progress_monitor = _monitor(trt, name, lambda: release_pages(lowered.with_suffix(".data")))
     if timing is not None:
         timing.attach(config)
     if exchanged:
@@ -191,9 +193,9 @@ def _logger(trt: Any, said: list[str]) -> Any:
     return Logger()
 
 
-def _monitor(trt: Any, name: str) -> Any:
+def _monitor(trt: Any, name: str, tidy: Callable[[], object]) -> Any:
     class Monitor(trt.IProgressMonitor):
-        """Tells the parent how far the outermost phase is."""
+        """Tells the parent how far the outermost phase is, and tidies up after each step of any."""
 
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
@@ -208,6 +210,7 @@ def _monitor(trt: Any, name: str) -> Any:
         def step_complete(self, phase: str, step: int) -> bool:
             if phase == self._outer:
                 say_progress(f"build {name}", step + 1, self._steps[phase], "steps")
+            tidy()
             return True
 
         def phase_finish(self, phase: str) -> None:
