@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from intaglio.engines.lowering.packed_blocks import RESTS
 from intaglio.engines.lowering.ternary_plugin import FEW_ROWS, MANY_ROWS
 from intaglio.kernels.grouped_quant import DOMAIN
 
@@ -18,7 +19,8 @@ _QUANTIZED = {ir.DataType.INT4: "int4", ir.DataType.UINT4: "uint4", ir.DataType.
 
 @dataclass(frozen=True)
 class HandedOver:
-    """``quantized_bytes`` are those of ``quantized_count`` weights that stay packed, their scales included.
+    """``quantized_bytes`` are those of ``quantized_count`` weights that stay packed, with scales and what groups have
+    added.
 
     ``dtypes`` are those of all weights and of what products compute in, ``attentions`` the nodes of the fused op.
     """
@@ -66,6 +68,7 @@ def handed_over(model: ir.Model) -> HandedOver:
             scale_values.update(value for value in node.inputs[2:] if value is not None)
     packed += sum(map(_bytes, words))
     count += sum(_IN_WORD * _size(value) for value in words)
+    scale_values.update(value for value in weights if RESTS in str(value.name))
     scales = sum(map(_bytes, scale_values))
     return HandedOver(
         weight_bytes=sum(map(_bytes, weights)),
