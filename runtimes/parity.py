@@ -33,8 +33,8 @@ BOUNDS = {
 # autoencoder, where the engine is at 5e-4.
 # Activations rounded to 8 bits put every product off by 7e-3, and a residual stream adds these up block by block.
 FAST_BOUNDS = Bounds(cosine=0.999, relative_l2=5e-2)
-# Weights and scales rounded to bfloat16 while the reference has all their digits: 8e-3 in models of two layers.
-ROUNDED_BOUNDS = {"bfloat16": Bounds(cosine=0.999, relative_l2=3e-2)}
+# Each result rounded to the 8 bits of bfloat16, beside a reference in float32: 1.6e-2 in tiny autoencoders.
+ROUNDED_BOUNDS = {"bfloat16": Bounds(cosine=0.998, relative_l2=5e-2)}
 REFERENCE_BOUNDS = {("tract", "float16"): Bounds(cosine=0.999, relative_l2=3e-2)}
 GOLDEN = "golden:"
 _PIPELINE = ("text_encoder", "transformer", "vae_decoder", "vae_encoder")

@@ -22,7 +22,7 @@ from intaglio.runtimes.flow_matching import step
 if TYPE_CHECKING:
     from intaglio.engines.nvidia.activation_ranges import LargeActivation
 
-# Targets that round every activation to the dtype of the engine, which the graph run for parity need not do.
+# Targets that round every activation to the dtype of the engine, bfloat16 too.
 ROUNDED_TARGETS = ("tensorrt-rtx", "tensorrt")
 
 

@@ -29,8 +29,8 @@ class LoweredGraph:
     """The face of a session over the lowered graph of a stage, whose cache is in buffers of ``context`` tokens.
 
     It takes and gives what the portable stage does, whatever the dtypes of the lowered one. bfloat16, of which
-    onnxruntime's CPU has no product, is widened to float32; plugins are run as what they are defined to compute.
-    Raises EngineError, CompileError, RuntimeMissingError.
+    onnxruntime's CPU has no product, is computed in float32 and each result rounded, as a GPU does; plugins are run as
+    what they are defined to compute. Raises EngineError, CompileError, RuntimeMissingError.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class LoweredGraph:
         import onnx_ir as ir
 
         from intaglio.engines.lowering.external_weights import write_graph
-        from intaglio.engines.lowering.widen_dtype import WidenDtypePass
+        from intaglio.engines.lowering.round_values import RoundValuesPass
         from intaglio.kernels.grouped_quant import DOMAIN
 
         model = self._lowered()
-        WidenDtypePass(ir.DataType.BFLOAT16, [DOMAIN])(model)
+        RoundValuesPass(ir.DataType.BFLOAT16, frozenset({DOMAIN}))(model)
         with tempfile.TemporaryDirectory(prefix="intaglio-lowered-") as folder:
             path = Path(folder) / f"{self.name}.onnx"
             write_graph(model, path)
