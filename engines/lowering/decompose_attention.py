@@ -147,7 +147,7 @@ def narrowed_mask(build: GraphBuilder, mask: ir.Value, dtype: ir.DataType | None
     """A float mask in ``dtype``.
 
     Half of the least number hides as well as any beyond it, which would be infinite: a row that is hidden as a whole
-    would then be NaN, where it was a mean.
+    would then be NaN, where it was finite.
     """
     if dtype not in _HALVES or mask.dtype != _WIDE:
         return build.cast(mask, dtype)
