@@ -19,6 +19,7 @@ from tensorrt_rtx_builds import build_for_gpu, needs_tensorrt_rtx
 from intaglio.engines.lowering.block_dequantize import BlockDequantizePass
 from intaglio.engines.lowering.external_weights import write_graph
 from intaglio.engines.lowering.fuse_gather import FuseGatherPass
+from intaglio.engines.lowering.graph_builder import GraphBuilder
 from intaglio.errors import CompileError
 from intaglio.kernels.grouped_quant import DOMAIN, GroupedQuantFormat, dequantize
 
@@ -188,3 +189,15 @@ def test_ternary_weights_take_little_of_an_engine(tmp_path: Path) -> None:
         sizes.append(built.engine_bytes)
     bits = 8 * (sizes[1] - sizes[0]) / (2048 * 1024)
     assert 4 <= bits <= 4.3
+
+
+def test_constants_of_the_same_name_are_told_apart() -> None:
+    model = product(Weight(GroupedQuantFormat(2, 128, 1), False, F32), F32)
+    build = GraphBuilder(model.graph, "made")
+    assert build.int64([0]) is not build.scalar(0, ir.DataType.INT64)
+    assert build.int64([0]) is build.int64([0])
+    own = ir.Value(name="weight.values", shape=ir.Shape([3]), type=ir.TensorType(F32))
+    own.const_value = ir.tensor(np.zeros(3, np.float32), name="weight.values")
+    model.graph.register_initializer(own)
+    with pytest.raises(CompileError, match=r"constant 'weight\.values'"):
+        BlockDequantizePass()(model)

@@ -100,3 +100,15 @@ def test_scores_are_refused() -> None:
     model.graph.outputs.append(node.outputs[3])
     with pytest.raises(CompileError, match="scores"):
         SplitAttentionCachePass()(model)
+
+
+@pytest.mark.parametrize("mask", [BOOL, F32])
+def test_a_mask_of_keys_is_of_all_queries_then(mask: Any) -> None:
+    """Its axis of queries was 1, and under causality no longer is: what reads its shape would be misled."""
+    model = model_of(mask=mask, is_causal=1)
+    model.graph.inputs[3].shape = ir.Shape(["B", 1, 1, "T"])
+    SplitAttentionCachePass()(model)
+    (node,) = (node for node in model.graph if node.op_type == "Attention")
+    shape = node.inputs[3].shape
+    assert [str(dim) for dim in shape[:2]] == ["B", "1"]
+    assert shape[2] != 1
