@@ -50,24 +50,21 @@ def handed_over(model: ir.Model) -> HandedOver:
     """Counts what a lowered model holds. Reads no weight."""
     graph = model.graph
     weights = [value for value in graph.initializers.values() if value.const_value is not None]
-    packed = scales = count = 0
-    scale_values = set[ir.Value]()
+    # A table that is looked up and multiplied by has two nodes, and is held once.
+    values, scale_values = set[ir.Value](), set[ir.Value]()
     for node in graph.all_nodes():
         data = node.inputs[0] if node.op_type == "DequantizeLinear" else None
         if data is not None and data.const_value is not None and data.dtype in _QUANTIZED:
-            packed += _bytes(data)
-            count += _size(data)
-            for value in node.inputs[1:]:
-                if value is not None and value.const_value is not None:
-                    scale_values.add(value)
+            values.add(data)
+            scale_values.update(each for each in node.inputs[1:] if each is not None and each.const_value is not None)
     words = set[ir.Value]()
     for node in graph.all_nodes():
         # Our plugins read codes of 2 bits out of int32.
         if node.domain == DOMAIN and node.op_type in (MANY_ROWS, FEW_ROWS) and node.inputs[1] is not None:
             words.add(node.inputs[1])
             scale_values.update(value for value in node.inputs[2:] if value is not None)
-    packed += sum(map(_bytes, words))
-    count += sum(_IN_WORD * _size(value) for value in words)
+    packed = sum(map(_bytes, values | words))
+    count = sum(map(_size, values)) + sum(_IN_WORD * _size(value) for value in words)
     scale_values.update(value for value in weights if RESTS in str(value.name))
     scales = sum(map(_bytes, scale_values))
     return HandedOver(

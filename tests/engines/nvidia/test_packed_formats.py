@@ -96,6 +96,14 @@ def test_what_a_weight_takes(name: str) -> None:
     assert notes == ([said] if has_offsets else [])
 
 
+def test_a_tied_table_counts_once() -> None:
+    model = embedding(weight_of("Q8_0", F16), F16, is_tied=True)
+    lower(model)
+    assert sum(node.op_type == "DequantizeLinear" for node in model.graph) == 2
+    assert handed_over(model).quantized_count == ROWS * 512
+    assert handed_over(model).for_report()["quantized_bits_per_weight"] == 8.5
+
+
 @pytest.mark.parametrize(("bits", "group_size", "expected"), [(4, 16, 7.0), (4, 8, 10.0), (8, 8, 14.0), (8, 4, 16.0)])
 def test_the_form_that_takes_fewer_bits_is_chosen(bits: int, group_size: int, expected: float) -> None:
     """A half takes 16: blocks with a sum a group take fewer down to groups of 8."""

@@ -91,7 +91,8 @@ def test_smollm2(smollm2_gguf: Path, tmp_path: Path) -> None:
     report = intaglio.compile(tmp_path / "bundle", "tensorrt-rtx", sm=SM, dtype="float16")
     for stage in report.stages.values():
         assert (stage.attention_fused, stage.attention_total) == (30, 30)
-        assert 4 < stage.quantized_bits_per_weight < 6  # its embedding has 8 bits
+        # Of 4 bits with a sum a group 5.5; its embedding has 8, and scales of its own for the logits.
+        assert 5.5 < stage.quantized_bits_per_weight < 6.5
 
 
 @pytest.mark.parametrize(
