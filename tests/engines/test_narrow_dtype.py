@@ -467,3 +467,13 @@ def test_values_are_rounded_once_each() -> None:
     product = (narrow_x.astype(np.float32) * narrow_z.astype(np.float32)).astype(ml_dtypes.bfloat16)
     expected = (product.astype(np.float32) + narrow_z.astype(np.float32)).astype(ml_dtypes.bfloat16)
     assert np.array_equal(found, expected.astype(np.float32))
+
+
+def test_a_mean_of_what_is_too_large_is_too_large_as_well() -> None:
+    text = """g (float[b,8] x) => (float[b,8] y) <float k = {1e9}, int64[1] axes = {-1}> {
+        big = Mul(x, k) mean = ReduceMean(big, axes) d = Mul(x, mean) n = Neg(d) t = Tanh(n) y = Neg(t)
+    }"""
+    result, _ = check(model(text), {"x": floats(3, 8)})
+    found = dtypes(result)
+    assert found["d"] == found["n"] == FLOAT
+    assert found["y"] == HALF
