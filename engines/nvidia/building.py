@@ -60,7 +60,11 @@ def build(
     # Before lowering, which takes apart those that have no kernel.
     attentions = count_nodes(load_graph(graph), "Attention")
     model, notes = lowered_model(graph, options, context, [largest_sizes(each) for each in variants])
-    profiles = profiles_of(lowered_inputs(model, inputs), variants)
+    taken = lowered_inputs(model, inputs)
+    for value, tensor in zip(model.graph.inputs, taken, strict=True):
+        # TensorRT takes dims of one name for equal, and some files call all that they do not know "?".
+        value.shape = ir.Shape(tensor.shape)
+    profiles = profiles_of(taken, variants)
     handed = handed_over(model)
     memory = ""
     if isinstance(options, RtxOptions):
@@ -119,7 +123,8 @@ def lowered_inputs(model: ir.Model, declared: Sequence[Tensor]) -> list[TensorIn
         if shape is None:
             raise CompileError(f"the input {value.name!r} is of unknown rank, and TensorRT must know it")
         known = names.get(value.name) or tuple(str(dim) for dim in shape)
-        dims = tuple(dim if isinstance(dim, int) else name for dim, name in zip(shape, known, strict=True))
+        # Some files say -1 where they mean any size.
+        dims = tuple(dim if isinstance(dim, int) and dim >= 0 else name for dim, name in zip(shape, known, strict=True))
         result.append(TensorInfo(name=value.name, dtype=value.dtype.numpy().name, shape=dims))
     return result
 
