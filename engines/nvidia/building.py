@@ -21,7 +21,7 @@ from intaglio.engines.memory import peak_rss_bytes
 from intaglio.engines.model_engine import ModelTensor
 from intaglio.engines.nvidia.bindings import import_tensorrt, import_tensorrt_rtx
 from intaglio.engines.nvidia.full import has_few_rows, mark_refittable, refittable
-from intaglio.engines.nvidia.limits import check_capabilities, check_memory
+from intaglio.engines.nvidia.limits import BuildSize, check_capabilities, check_memory
 from intaglio.engines.nvidia.lower import lower
 from intaglio.engines.nvidia.monitor import can_watch_memory, memory_watched, progress_monitor
 from intaglio.engines.nvidia.options import FullOptions, RtxOptions
@@ -66,10 +66,11 @@ def build(
         value.shape = ir.Shape(tensor.shape)
     profiles = profiles_of(taken, variants)
     handed = handed_over(model)
+    size = BuildSize(handed.weight_bytes, sum(handed.operators.values()), len(profiles))
     memory = ""
     if isinstance(options, RtxOptions):
         notes += check_capabilities(name, model, options.sm)
-        memory = check_memory(name, handed.weight_bytes)
+        memory = check_memory(name, size)
     exchanged = refittable(model) if isinstance(options, FullOptions) and options.refit else []
     with tempfile.TemporaryDirectory(prefix=".lowered-", dir=artifact.parent) as folder:
         lowered = Path(folder) / f"{name}.onnx"
@@ -77,7 +78,7 @@ def build(
         write_graph(model, lowered, lambda done, total: say_progress(f"lower {name}", done, max(total, 1), "bytes"))
         del model
         timing = None if is_rtx else TimingCache(*measured)
-        plan = _build_plan(trt, name, lowered, profiles, options, handed.weight_bytes, exchanged, timing)
+        plan = _build_plan(trt, name, lowered, profiles, options, size, exchanged, timing)
         artifact.write_bytes(plan)
     return {
         **handed.for_report(),
@@ -135,7 +136,7 @@ def _build_plan(
     lowered: Path,
     profiles: Sequence[Mapping[str, Range]],
     options: Options,
-    weight_bytes: int = 0,
+    size: BuildSize,
     exchanged: Sequence[str] = (),
     timing: TimingCache | None = None,
 ) -> memoryview:
@@ -162,7 +163,7 @@ def _build_plan(
             config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), i)
     for ranges in profiles:
         config.add_optimization_profile(_profile(builder, network, ranges, name))
-    with memory_watched(name, weight_bytes) if watches else contextlib.nullcontext():
+    with memory_watched(name, size) if watches else contextlib.nullcontext():
         plan = builder.build_serialized_network(network, config)
     if plan is None:
         raise CompileError(

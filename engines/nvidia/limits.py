@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
@@ -18,10 +19,40 @@ _SINCE = {
     ir.DataType.FLOAT4E2M1: 120,
 }
 _PORTABLE_SINCE = 80
-# Of the building process, measured with 1.7.1 from 0.1 to 0.8 GB of weights in float32, float16, int8 and int4: what it
-# comes to a byte of weights, half of it pages of files, and what is its own and cannot be had back.
-_PEAK, _PEAK_BASE = 3.1, 300 << 20
-_OWN, _OWN_BASE = 2.0, 100 << 20
+# Of the building process, measured with 1.7.1: a byte of weights takes 3, one of them of a page of a file and one of a
+# copy at the end; a node takes up to 0.2 MiB, and more for each further profile. How many GPUs it is for changes nothing.
+_PEAK, _PEAK_BASE, _PEAK_NODE = 3.1, 300 << 20, 200 << 10
+_PROFILE_NODE = 50 << 10
+# What cannot be had back, at the least.
+_OWN, _OWN_BASE, _OWN_NODE = 2.0, 100 << 20, 60 << 10
+
+
+@dataclass(frozen=True)
+class BuildSize:
+    """What a build is of: bytes of weights, nodes, optimisation profiles."""
+
+    weight_bytes: int
+    nodes: int = 0
+    profiles: int = 1
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest resident set that the building process is expected to come to."""
+        a_node = _PEAK_NODE + _PROFILE_NODE * (self.profiles - 1)
+        return int(_PEAK * self.weight_bytes) + _PEAK_BASE + a_node * self.nodes
+
+    @property
+    def least_bytes(self) -> int:
+        """What it takes at the least, without pages of files."""
+        return int(_OWN * self.weight_bytes) + _OWN_BASE + _OWN_NODE * self.nodes
+
+    def fraction(self, taken: int) -> float:
+        """How far a build is that has ``taken`` so many bytes: weights come one by one, work on nodes more and more."""
+        by_nodes = _PEAK_NODE * self.nodes
+        total = self.weight_bytes + by_nodes
+        part = min(max(taken / max(total, 1), 0.0), 1.0)
+        bent = by_nodes / max(total, 1)
+        return bent * part**2 + (1 - bent) * part
 
 
 def check_capabilities(name: str, model: ir.Model, sm: Sequence[int]) -> list[str]:
@@ -41,21 +72,16 @@ def check_capabilities(name: str, model: ir.Model, sm: Sequence[int]) -> list[st
     return notes
 
 
-def check_memory(name: str, weight_bytes: int) -> str:
+def check_memory(name: str, size: BuildSize) -> str:
     """What is said up front of the memory that a build takes. Raises CompileError where it cannot be had."""
-    peak, own, free = peak_bytes(weight_bytes), int(_OWN * weight_bytes) + _OWN_BASE, free_bytes()
-    if free is not None and own > free:
+    free = free_bytes()
+    if free is not None and size.least_bytes > free:
         raise CompileError(
-            f"{name}: building takes at least {_gib(own)} of memory, and {_gib(free)} are free, swap included. End "
-            "other programs, or build on a machine with more: it needs no GPU, and the engine can be copied"
+            f"{name}: building takes at least {_gib(size.least_bytes)} of memory, and {_gib(free)} are free, swap "
+            "included. End other programs, or build on a machine with more: that needs no GPU, and engines can be copied"
         )
-    tight = f", and {_gib(free)} are free: it will be slow" if free is not None and peak > free else ""
-    return f"{name}: building takes about {_gib(peak)} of memory{tight}"
-
-
-def peak_bytes(weight_bytes: int) -> int:
-    """The largest resident set that a build of so many bytes of weights is expected to come to."""
-    return int(_PEAK * weight_bytes) + _PEAK_BASE
+    tight = f", and {_gib(free)} are free: it will be slow" if free is not None and size.peak_bytes > free else ""
+    return f"{name}: building takes about {_gib(size.peak_bytes)} of memory{tight}"
 
 
 def _dtypes(model: ir.Model) -> set[ir.DataType]:

@@ -10,8 +10,10 @@ from typing import Any
 
 from intaglio.engines.child import say_progress
 from intaglio.engines.memory import own_bytes
+from intaglio.engines.nvidia.limits import BuildSize
 
 _SECONDS = 0.25
+_PARTS = 1000
 
 
 def progress_monitor(trt: Any, name: str, *, says_steps: bool = True) -> Any:
@@ -50,24 +52,28 @@ def can_watch_memory() -> bool:
 
 
 @contextlib.contextmanager
-def memory_watched(name: str, weight_bytes: int) -> Iterator[None]:
-    """Tells how many bytes of weights a build has taken in, by the memory that it has taken meanwhile.
+def memory_watched(name: str, size: BuildSize) -> Iterator[None]:
+    """Tells how far a build is, by the memory that it has taken: in parts of a thousand.
 
-    TensorRT for RTX does all but a hundredth of its work in one step, in which it copies weight by weight.
+    TensorRT for RTX does all but a hundredth of its work in one step of the monitor's.
     """
-    start, total, done = own_bytes(), max(weight_bytes, 1), threading.Event()
+    start, done = own_bytes(), threading.Event()
+
+    def say(part: int) -> None:
+        say_progress(f"build {name}", part, _PARTS, "thousandths")
 
     def watch() -> None:
+        so_far = 0
         while not done.wait(_SECONDS):
-            taken = min(max(own_bytes() - start, 0), total - 1)
-            say_progress(f"build {name}", taken, total, "bytes")
+            so_far = max(so_far, min(int(_PARTS * size.fraction(own_bytes() - start)), _PARTS - 1))
+            say(so_far)
 
     watcher = threading.Thread(target=watch, daemon=True)
-    say_progress(f"build {name}", 0, total, "bytes")
+    say(0)
     watcher.start()
     try:
         yield
     finally:
         done.set()
         watcher.join()
-    say_progress(f"build {name}", total, total, "bytes")
+    say(_PARTS)

@@ -105,7 +105,7 @@ def handed_over(model: ir.Model) -> HandedOver:
     quantized = HeldAs(sum(held.count for held in held_as.values()), sum(held.nbytes for held in held_as.values()))
     dense = [value for value in weights if value not in packed and value not in scales]
     for value in sorted(dense, key=_size, reverse=True):
-        if _size(value) and value.dtype is not None and value.dtype.is_floating_point():
+        if _size(value) > 1 and value.dtype is not None and value.dtype.is_floating_point():
             held_as[_name(value.dtype)].add(_size(value), _bytes(value), value)
     return HandedOver(
         weight_bytes=sum(map(_bytes, weights)),

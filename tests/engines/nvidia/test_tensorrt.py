@@ -16,6 +16,7 @@ from intaglio.engines import tensorrt
 from intaglio.engines.identity import _lowering_hash
 from intaglio.engines.nvidia import building, gpu, plugins
 from intaglio.engines.nvidia.full import has_few_rows, refittable
+from intaglio.engines.nvidia.limits import BuildSize
 from intaglio.engines.nvidia.options import FullOptions
 from intaglio.engines.nvidia.profiles import Range
 from intaglio.engines.nvidia.stats import handed_over
@@ -236,10 +237,10 @@ def test_what_a_build_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     options = FullOptions(refit=True)
     sizes = {"x": Range((1,), (1,), (1,))}
     plan = building._build_plan(
-        trt, "stage", tmp_path / "stage.onnx", [sizes], options, exchanged=["a.weight"], timing=timing
+        trt, "stage", tmp_path / "stage.onnx", [sizes], options, BuildSize(0), exchanged=["a.weight"], timing=timing
     )
     assert bytes(plan) == b"plan" and registered == [trt] and trt.flags == 1 << 1
     assert trt.config.flags == ["individual"] and trt.marked == ["a.weight"]
     assert trt.config.profiles == ["profile"] and timing.path.read_bytes() == b"measured"
     with pytest.raises(CompileError, match="does not know the weight 'other'"):
-        building._build_plan(trt, "stage", tmp_path / "stage.onnx", [sizes], options, exchanged=["other"])
+        building._build_plan(trt, "stage", tmp_path / "stage.onnx", [sizes], options, BuildSize(0), exchanged=["other"])

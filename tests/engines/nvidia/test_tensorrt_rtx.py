@@ -29,7 +29,7 @@ from intaglio.engines.engine import open_engine, read_report
 from intaglio.engines.identity import Identity, compile_command
 from intaglio.engines.nvidia.building import lowered_inputs, lowered_model
 from intaglio.engines.nvidia.cache_buffers import buffer, buffered_feeds, context_of
-from intaglio.engines.nvidia.limits import peak_bytes
+from intaglio.engines.nvidia.limits import BuildSize
 from intaglio.engines.nvidia.options import RtxOptions, read_rtx_options
 from intaglio.engines.nvidia.profiles import Range, profile, profiles_of
 from intaglio.engines.shapes import check_feeds
@@ -114,7 +114,8 @@ def test_smollm2(smollm2_gguf: Path, tmp_path: Path) -> None:
     )
     told = [note for note in stage.notes if note.startswith("weights: ")]
     assert "28,311,552 as int8 at 9.5 bits (model.embed_tokens.weight); 106,168,320 as int4 at 5.5 bits;" in told[0]
-    assert stage.peak_rss_bytes <= peak_bytes(stage.weight_bytes) + (100 << 20)
+    size = BuildSize(stage.weight_bytes, sum(stage.operators.values()))
+    assert size.least_bytes <= stage.peak_rss_bytes <= size.peak_bytes
     assert any("only a machine with a GPU can tell" in note for note in report.notes)
 
 
@@ -245,7 +246,7 @@ def test_a_build_says_what_it_needs_and_how_far_it_is(bundle: Path) -> None:
     report = intaglio.compile(bundle, "tensorrt-rtx", progress=events.append)
     told = [event.note for event in events if event.note]
     assert len(told) == len(report.stages)
-    assert re.fullmatch(r"generate: building takes about 0\.3 GiB of memory", told[0])
+    assert re.fullmatch(r"generate: building takes about 0\.[34] GiB of memory", told[0])
     for stage in report.stages:
         for task in (f"lower {stage}", f"build {stage}"):
             done = [event.done for event in events if event.task == task]
