@@ -20,7 +20,7 @@ _SINCE = {
 }
 _PORTABLE_SINCE = 80
 # Of the building process, measured with 1.7.1: a byte of weights takes 3, one of them of a page of a file and one of a
-# copy at the end; a node takes up to 0.2 MiB, and more for each further profile. How many GPUs it is for changes nothing.
+# copy at the end; a node takes up to 0.2 MiB, and more for each further profile. The number of GPUs changes nothing.
 _PEAK, _PEAK_BASE, _PEAK_NODE = 3.1, 300 << 20, 200 << 10
 _PROFILE_NODE = 50 << 10
 # What cannot be had back, at the least.
@@ -78,7 +78,7 @@ def check_memory(name: str, size: BuildSize) -> str:
     if free is not None and size.least_bytes > free:
         raise CompileError(
             f"{name}: building takes at least {_gib(size.least_bytes)} of memory, and {_gib(free)} are free, swap "
-            "included. End other programs, or build on a machine with more: that needs no GPU, and engines can be copied"
+            "included. End other programs, or build where there is more: it needs no GPU, and the engine can be copied"
         )
     tight = f", and {_gib(free)} are free: it will be slow" if free is not None and size.peak_bytes > free else ""
     return f"{name}: building takes about {_gib(size.peak_bytes)} of memory{tight}"

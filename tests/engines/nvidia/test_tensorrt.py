@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from intaglio.engines.identity import _lowering_hash
 from intaglio.engines.nvidia import building, gpu, plugins
 from intaglio.engines.nvidia.full import has_few_rows, refittable
 from intaglio.engines.nvidia.limits import BuildSize
+from intaglio.engines.nvidia.monitor import progress_monitor
 from intaglio.engines.nvidia.options import FullOptions
 from intaglio.engines.nvidia.profiles import Range
 from intaglio.engines.nvidia.stats import handed_over
 from intaglio.engines.nvidia.timing_cache import TimingCache
-from intaglio.errors import CompileError, EngineError, InputError
+from intaglio.errors import CompileError, EngineError, InputError, RuntimeMissingError
 from intaglio.kernels.grouped_quant import DOMAIN
 
 _DRIVER = r"""
@@ -79,6 +81,13 @@ def test_the_options() -> None:
     ):
         with pytest.raises(InputError, match=message):
             tensorrt.check_options(given, 1)
+
+
+def test_without_tensorrt_the_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_DRIVER", _driver(tmp_path))
+    monkeypatch.setattr(tensorrt, "_WHEELS", ("tensorrt-that-is-not-there", "nor-this"))
+    with pytest.raises(RuntimeMissingError, match="there is none of tensorrt-that-is-not-there, nor-this"):
+        tensorrt.compiler()
 
 
 def test_a_change_of_the_kernels_changes_the_engines() -> None:
@@ -195,7 +204,7 @@ class _TensorRt:
         INTERNAL_ERROR, ERROR = "internal", "error"
 
     class IProgressMonitor:
-        pass
+        """Whose constructor TensorRT asks to be called."""
 
     def __init__(self, known: tuple[str, ...]) -> None:
         self.known, self.marked, self.config = known, [], _Config()
@@ -244,3 +253,17 @@ def test_what_a_build_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert trt.config.profiles == ["profile"] and timing.path.read_bytes() == b"measured"
     with pytest.raises(CompileError, match="does not know the weight 'other'"):
         building._build_plan(trt, "stage", tmp_path / "stage.onnx", [sizes], options, BuildSize(0), exchanged=["other"])
+
+
+def test_the_monitor_tells_steps_of_the_outermost_phase(capsys: pytest.CaptureFixture[str]) -> None:
+    for says_steps in (True, False):
+        told = progress_monitor(_TensorRt(()), "stage", says_steps=says_steps)
+        told.phase_start("Building engine", None, 6)
+        told.phase_start("Timing", "Building engine", 30)
+        assert told.step_complete("Timing", 0)
+        told.phase_finish("Timing")
+        assert told.step_complete("Building engine", 0)
+        captured = capsys.readouterr()
+        expected = [{"progress": ["build stage", 1, 6, "steps", ""]}] if says_steps else []
+        assert [json.loads(line) for line in captured.out.splitlines()] == expected
+        assert captured.err.splitlines() == ["phase Building engine", "phase Timing"]

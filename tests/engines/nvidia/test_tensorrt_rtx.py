@@ -370,6 +370,9 @@ def test_the_command_that_builds_again_builds_the_same(bundle: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert all(stage["from_cache"] for stage in json.loads(done.stdout)["stages"].values())
     assert file.read_bytes() == content
+    shown = command_line(*arguments[1:])
+    assert "attention as one op" in shown.stdout and "0 of 2" in shown.stdout
+    assert "only a machine with a GPU can tell" in " ".join(shown.stdout.split())
     info = bundle / "engines/tensorrt-rtx/engine.json"
     info.write_text(info.read_text().replace("TensorRT for RTX 1.", "TensorRT for RTX 0.", 1))
     with pytest.raises(EngineError, match=r"\(compiler: TensorRT for RTX 0.*, now TensorRT for RTX 1.*\); build again"):
