@@ -13,6 +13,7 @@ from onnx_ir.passes.common import (
 from intaglio.engines.lowering.attention_plugin import AttentionPluginPass
 from intaglio.engines.lowering.block_dequantize import BlockDequantizePass
 from intaglio.engines.lowering.decompose_attention import DecomposeAttentionPass, heads_of
+from intaglio.engines.lowering.dequantize_casts import DequantizeCastsPass
 from intaglio.engines.lowering.float_integers import FloatIntegersPass
 from intaglio.engines.lowering.fuse_gather import FuseGatherPass
 from intaglio.engines.lowering.fuse_nodes import attribute, is_standard
@@ -48,6 +49,7 @@ def lower(model: ir.Model, flavour: str = "tensorrt-rtx", *, context: int = 0, f
     if any(value.dtype is None or value.shape is None for node in model.graph.all_nodes() for value in node.outputs):
         infer_shapes(model)
     FloatIntegersPass()(model)
+    DequantizeCastsPass()(model)
     symmetric = SymmetricDequantizePass()
     symmetric(model)
     # A cache of Attention's own is then the portable one.

@@ -14,7 +14,7 @@ import onnx_ir as ir
 import pytest
 from packed_weights import BF16, F16, F32, ROWS, WIDTH, Weight, embedding, new_graph, product, relative_l2, written
 from run_graph import run_onnxruntime
-from tensorrt_rtx_builds import build_for_gpu, needs_tensorrt_rtx
+from tensorrt_rtx_builds import build_for_gpu, require_tensorrt_rtx
 
 from intaglio.engines.lowering.block_dequantize import BlockDequantizePass
 from intaglio.engines.lowering.external_weights import write_graph
@@ -145,7 +145,7 @@ def test_a_weight_that_is_computed_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["ternary", "MLX in groups of 64", "int8 rows", "8 bits, affine"])
 def test_tensorrt_builds_products_and_look_ups(name: str, tmp_path: Path) -> None:
-    needs_tensorrt_rtx()
+    require_tensorrt_rtx()
     bits, group_size, zero_point, has_offsets, _ = FORMATS[name]
     weight = Weight(GroupedQuantFormat(bits, group_size, zero_point), has_offsets, F16)
     model = embedding(weight, F16, is_tied=True)
@@ -159,7 +159,7 @@ def test_tensorrt_builds_products_and_look_ups(name: str, tmp_path: Path) -> Non
 
 def test_ternary_weights_take_little_of_an_engine(tmp_path: Path) -> None:
     """At most 4.3 bits a weight, in the difference of two engines that differ in rows."""
-    needs_tensorrt_rtx()
+    require_tensorrt_rtx()
     sizes = []
     for rows in (1024, 3072):
         graph = new_graph("x", F16, ["tokens", 1024])

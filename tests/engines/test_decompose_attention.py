@@ -13,7 +13,7 @@ import onnx_ir as ir
 import pytest
 from onnx.reference import ReferenceEvaluator
 from run_graph import run_onnxruntime
-from tensorrt_rtx_builds import build_for_gpu, needs_tensorrt_rtx
+from tensorrt_rtx_builds import build_for_gpu, require_tensorrt_rtx
 
 from intaglio.engines.lowering.decompose_attention import DecomposeAttentionPass, heads_of
 from intaglio.engines.lowering.plain_attention import PlainAttentionPass
@@ -160,14 +160,14 @@ def test_what_the_parser_refuses_goes(tmp_path: Path) -> None:
     assert node.inputs[3].dtype == F16
     assert list(node.attributes) == ["scale"]
     assert not PlainAttentionPass()(model).modified
-    needs_tensorrt_rtx()
+    require_tensorrt_rtx()
     built = build_for_gpu(saved(model, tmp_path), {"B": (1, 1, 2), "S": (1, 16, 64), "T": (1, 16, 64)})
     assert not built.failure, built
 
 
 @pytest.mark.parametrize("name", ["shared keys", "rows", "causal, shared keys, masked", "softcap", "heads of 512"])
 def test_tensorrt_builds_what_was_taken_apart(name: str, tmp_path: Path) -> None:
-    needs_tensorrt_rtx()
+    require_tensorrt_rtx()
     shapes, attributes, mask, mask_dtype = CASES[name]
     model = attention(shapes, {**attributes, "softmax_precision": F32}, mask, mask_dtype, F16)
     DecomposeAttentionPass(lambda node: "asked for")(model)

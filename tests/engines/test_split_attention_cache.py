@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 from onnx.reference import ReferenceEvaluator
 from run_graph import run_onnxruntime
-from tensorrt_rtx_builds import build_for_gpu, needs_tensorrt_rtx
+from tensorrt_rtx_builds import build_for_gpu, require_tensorrt_rtx
 
 from intaglio.engines.lowering.split_attention_cache import SplitAttentionCachePass
 from intaglio.engines.nvidia.lower import lower
@@ -83,7 +83,7 @@ def test_the_numbers_stay(is_flat: bool, past: bool, mask: Any, attributes: dict
 
 @pytest.mark.parametrize("is_flat", [False, True])
 def test_tensorrt_builds_it(is_flat: bool, tmp_path: Path) -> None:
-    needs_tensorrt_rtx()
+    require_tensorrt_rtx()
     model = model_of(is_flat=is_flat, dtype=F16, is_causal=1)
     assert lower(model) == []
     ir.save(model, tmp_path / "split.onnx")

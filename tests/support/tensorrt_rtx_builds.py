@@ -32,14 +32,15 @@ class Built:
     messages: tuple[str, ...]
 
 
-def needs_tensorrt_rtx() -> None:
-    """Skips where TensorRT for RTX is not installed, unless INTAGLIO_REQUIRE_MODELS is set."""
+def require_tensorrt_rtx() -> None:
+    """Skips what needs TensorRT for RTX where it is not installed, unless INTAGLIO_REQUIRE_MODELS is set."""
     if importlib.util.find_spec("tensorrt_rtx_bindings") is None and not os.environ.get("INTAGLIO_REQUIRE_MODELS"):
-        pytest.skip("TensorRT for RTX is not installed")
+        pytest.skip("TensorRT for RTX is not installed (extra tensorrt-rtx)", allow_module_level=True)
 
 
 def build_for_gpu(graph: Path, dims: Mapping[str, int | Range], sms: Sequence[int] = (86,)) -> Built:
     """Parses and builds ``graph`` for the compute capabilities ``sms``; ``dims`` are those of its inputs by name."""
+    require_tensorrt_rtx()
     request = {"graph": str(graph), "dims": dict(dims), "sms": list(sms)}
     done = subprocess.run(
         [sys.executable, __file__], input=json.dumps(request), capture_output=True, text=True, timeout=_SECONDS

@@ -12,7 +12,7 @@ import pytest
 from gpu_stages import export_decoder
 from onnx import parser
 from safetensors.numpy import load_file, save_file
-from tensorrt_rtx_builds import needs_tensorrt_rtx
+from tensorrt_rtx_builds import require_tensorrt_rtx
 from typer.testing import CliRunner
 
 import intaglio
@@ -135,7 +135,7 @@ def loud(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_parity_tells(loud: Path) -> None:
-    needs_tensorrt_rtx()
+    require_tensorrt_rtx()
     for bundle, dtype, is_loud in (("loud", "float16", True), ("quiet", "bfloat16", False)):
         intaglio.compile(loud / bundle, "tensorrt-rtx", dtype=dtype)
         report = intaglio.parity(loud / bundle, "tensorrt-rtx", keep_going=True)

@@ -11,7 +11,7 @@ import pytest
 from gpu_stages import export_decoder, write_lowered
 from klein import make_checkpoint
 from klein_sizes import TINY
-from tensorrt_rtx_builds import build_for_gpu, needs_tensorrt_rtx
+from tensorrt_rtx_builds import build_for_gpu, require_tensorrt_rtx
 
 import intaglio
 from intaglio.engines.nvidia.lower import lower
@@ -76,7 +76,7 @@ def ranges_of(dims: dict[str, Dim]) -> dict[str, tuple[int, int, int]]:
     ],
 )
 def test_engines_of_pictures_build(bundles: Bundles, family: str, stage: str, dtype: str, tmp_path: Path) -> None:
-    needs_tensorrt_rtx()
+    require_tensorrt_rtx()
     bundle = bundles(family, dtype)
     lowered, notes = write_lowered(bundle / f"{stage}.onnx", tmp_path)
     built = build_for_gpu(lowered, ranges_of(dict(read_bundle(bundle).dims)), SMS)
@@ -94,7 +94,7 @@ def test_engines_of_pictures_build(bundles: Bundles, family: str, stage: str, dt
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize(("stage", "context"), [("score", 0), ("generate", 0), ("generate", 64)])
 def test_engines_of_decoders_build(bundles: Bundles, stage: str, context: int, dtype: str, tmp_path: Path) -> None:
-    needs_tensorrt_rtx()
+    require_tensorrt_rtx()
     bundle = bundles("decoder", dtype)
     lowered, _ = write_lowered(bundle / f"{stage}.onnx", tmp_path, context=context)
     built = build_for_gpu(lowered, ranges_of(dict(read_bundle(bundle).dims)), SMS)

@@ -18,7 +18,7 @@ from gpu_stages import export_decoder, relative_l2
 from klein import make_checkpoint
 from klein_sizes import TINY
 from run_graph import run_onnxruntime
-from tensorrt_rtx_builds import needs_tensorrt_rtx, parse_for_gpu
+from tensorrt_rtx_builds import parse_for_gpu, require_tensorrt_rtx
 from tiny_models import TINY_MODELS, TinyModel
 
 import intaglio
@@ -172,7 +172,7 @@ def test_a_cache_is_of_the_dtype_that_the_engine_computes_in(folder: Path, dtype
 
 
 def test_tensorrt_parses_every_stage(folder: Path) -> None:
-    needs_tensorrt_rtx()
+    require_tensorrt_rtx()
     graphs = []
     families = ["klein", "demo", "decoder", *(tiny.name for tiny in TINY_MODELS if tiny.own_graph)]
     for family in families:

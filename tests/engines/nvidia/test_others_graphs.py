@@ -18,7 +18,7 @@ import pytest
 from fetched import fetched
 from foreign_models import MODELS, Foreign, random_feeds
 from onnx import numpy_helper, parser
-from tensorrt_rtx_builds import build_for_gpu, needs_tensorrt_rtx, parse_for_gpu
+from tensorrt_rtx_builds import build_for_gpu, parse_for_gpu, require_tensorrt_rtx
 
 from intaglio.engines.lowering.external_weights import write_graph
 from intaglio.engines.lowering.round_values import RoundValuesPass
@@ -62,7 +62,7 @@ def test_published_models(foreign: Foreign, tmp_path: Path) -> None:
         expected = run(path, feeds)
         for dtype, graph in graphs.items():
             agree(run(graph, feeds), expected, BOUNDS[dtype])
-    needs_tensorrt_rtx()
+    require_tensorrt_rtx()
     assert parse_for_gpu(list(graphs.values())) == {}
 
 
@@ -115,7 +115,7 @@ def test_what_onnxruntime_quantized(form: str, opset: int, tmp_path: Path) -> No
     stored = {value.dtype for value in model.graph.initializers.values()}
     assert ir.DataType.INT8 in stored
     assert not {ir.DataType.UINT8, ir.DataType.INT32} & stored
-    needs_tensorrt_rtx()
+    require_tensorrt_rtx()
     built = build_for_gpu(graph, {"N": (1, 2, 4)})
     assert not built.failure, built
 
@@ -185,7 +185,7 @@ def test_bodies_of_functions_and_of_branches(name: str, tmp_path: Path) -> None:
         scalars = {"c": np.array(choice), "n": np.array(3 if choice else 0)}
         feeds = {n: scalars[n] if shape is None else floats(*shape) for n, shape in shapes.items()}
         agree(run(graph, feeds), run(given, feeds), BOUNDS[None])
-    needs_tensorrt_rtx()
+    require_tensorrt_rtx()
     built = build_for_gpu(graph, {"b": (1, 2, 4), "s": (1, 2, 4)})
     assert not built.failure, built
 

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from packed_weights import BF16, F16, F32, ROWS, Weight, embedding, product, relative_l2, written
-from tensorrt_rtx_builds import needs_tensorrt_rtx, parse_for_gpu
+from tensorrt_rtx_builds import parse_for_gpu, require_tensorrt_rtx
 
 from intaglio.engines.lowering.round_values import RoundValuesPass
 from intaglio.engines.nvidia.evaluation import open_lowered
@@ -116,7 +116,7 @@ def test_the_form_that_takes_fewer_bits_is_chosen(bits: int, group_size: int, ex
 
 
 def test_tensorrt_parses_them(tmp_path: Path) -> None:
-    needs_tensorrt_rtx()
+    require_tensorrt_rtx()
     graphs = []
     for name in FORMATS:
         for dtype in DTYPES:
