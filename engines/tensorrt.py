@@ -15,6 +15,7 @@ from intaglio.engines.nvidia.engine_build import (
     DOMAINS,
     INPUT_DTYPES,
     KEEPS_MODEL,
+    NOTES,
     SUFFIX,
     build_engine,
     fit_dims,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from intaglio.exporters.bundle import StageInfo
     from intaglio.progress import ProgressCallback
 
-__all__ = ["ACCURACIES", "DOMAINS", "INPUT_DTYPES", "KEEPS_MODEL", "SUFFIX", "fit_dims"]
+__all__ = ["ACCURACIES", "DOMAINS", "INPUT_DTYPES", "KEEPS_MODEL", "NOTES", "SUFFIX", "fit_dims"]
 
 # Kernels are part of an engine, and lie in another room.
 SOURCES = ("tensorrt.py", "nvidia/*.py", "nvidia/plugins/*.py", "../kernels/cuda/*.py")
@@ -49,8 +50,8 @@ def compiler() -> str:
     # Without a GPU, gigabytes of TensorRT would be of no use.
     find_gpu()
     raise RuntimeMissingError(
-        "TensorRT is not installed. Install it from NVIDIA's index: pip install --extra-index-url "
-        "https://pypi.nvidia.com tensorrt-cu13, or compile for the target tensorrt-rtx"
+        f"TensorRT is not installed: there is none of {', '.join(_WHEELS)}. Install it from NVIDIA's index: pip "
+        "install --extra-index-url https://pypi.nvidia.com tensorrt-cu13, or compile for the target tensorrt-rtx"
     )
 
 
@@ -82,10 +83,15 @@ def build(
 
 
 def build_model(
-    graph: Path, artifact: Path, described: OnnxFile, identity: Identity, given: frozenset[str]
+    graph: Path,
+    artifact: Path,
+    described: OnnxFile,
+    identity: Identity,
+    given: frozenset[str],
+    progress: ProgressCallback | None = None,
 ) -> StageReport:
     """Likewise, of an ONNX file that others wrote."""
-    return build_engine(graph, artifact, described.inputs, identity, None)
+    return build_engine(graph, artifact, described.inputs, identity, progress)
 
 
 def check_runs() -> None:
@@ -100,9 +106,5 @@ def load(name: str, artifact: Path, weights: Path, stage: Interface, identity: I
 
 
 def load_for_parity(name: str, artifact: Path, weights: Path, stage: Interface, identity: Identity) -> Any:
-    """The graph that TensorRT was given, run by onnxruntime, with INT4 blocks in the place of plugins.
-
-    Raises EngineError.
-    """
-    options = {name: value for name, value in identity.options.items() if name == "dtype"}
-    return load_lowered(name, weights, stage, identity.model_copy(update={"options": options}))
+    """The graph that TensorRT was given, run by onnxruntime, which is told what plugins compute. Raises EngineError."""
+    return load_lowered(name, weights, stage, identity)

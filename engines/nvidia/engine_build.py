@@ -23,6 +23,11 @@ DOMAINS = frozenset({DOMAIN, "com.microsoft"})
 INPUT_DTYPES = frozenset({"bool", "float16", "float32", "int8", "uint8", "int32", "int64"})
 SUFFIX = ".engine"
 KEEPS_MODEL = False
+# An engine cannot be looked into without a driver.
+NOTES = (
+    "dtypes, bits and attentions are those of the graphs that TensorRT was given; what it made of them only a machine "
+    "with a GPU can tell",
+)
 
 
 def fit_dims(dims: Mapping[str, Dim], declared: Mapping[str, Dim]) -> dict[str, Dim]:
@@ -64,4 +69,5 @@ def load_lowered(name: str, weights: Path, stage: Interface, identity: Identity)
 
     assert isinstance(stage, StageInfo), "the graph of an ONNX file is not kept"
     context = context_of(stage.inputs, identity.shapes)
-    return LoweredGraph(name, weights / stage.file, runs_as(stage), identity.shapes, identity.options, context)
+    flavour = identity.target
+    return LoweredGraph(name, weights / stage.file, runs_as(stage), identity.shapes, identity.options, context, flavour)

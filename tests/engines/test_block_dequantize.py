@@ -14,11 +14,12 @@ import onnx_ir as ir
 import pytest
 from packed_weights import BF16, F16, F32, ROWS, WIDTH, Weight, embedding, new_graph, product, relative_l2, written
 from run_graph import run_onnxruntime
-from tensorrt_rtx_builds import build_for_gpu
+from tensorrt_rtx_builds import build_for_gpu, require_tensorrt_rtx
 
 from intaglio.engines.lowering.block_dequantize import BlockDequantizePass
 from intaglio.engines.lowering.external_weights import write_graph
 from intaglio.engines.lowering.fuse_gather import FuseGatherPass
+from intaglio.engines.lowering.graph_builder import GraphBuilder
 from intaglio.errors import CompileError
 from intaglio.kernels.grouped_quant import DOMAIN, GroupedQuantFormat, dequantize
 
@@ -56,7 +57,8 @@ def test_a_product(name: str, dtype: ir.DataType, tmp_path: Path) -> None:
     found_form = sorted({value.dtype.name for value in model.graph.initializers.values() if value.dtype.bitwidth < 16})
     assert found_form == [] if form == "dense" else found_form == [form.removesuffix(" + rest")]
     assert any(node.op_type == "ReduceSum" for node in model.graph) == form.endswith("rest")
-    assert [note.partition(":")[0] for note in lowering.notes] == (["weight"] if form == "dense" else [])
+    told = {"dense": "weight: dense", "rest": f"weights of {bits} bits in"}.get(form.rpartition(" ")[2])
+    assert [note[: len(told or "")] for note in lowering.notes] == ([] if told is None else [told])
     x = np.random.standard_normal((2, TOKENS, weight.width)).astype(np.float16).astype(np.float32)
     x = x.astype(dtype.numpy() if dtype != BF16 else np.float32)
     found = run_onnxruntime(written(model, tmp_path), {"x": x})["y"]
@@ -143,7 +145,7 @@ def test_a_weight_that_is_computed_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["ternary", "MLX in groups of 64", "int8 rows", "8 bits, affine"])
 def test_tensorrt_builds_products_and_look_ups(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("tensorrt_rtx_bindings")
+    require_tensorrt_rtx()
     bits, group_size, zero_point, has_offsets, _ = FORMATS[name]
     weight = Weight(GroupedQuantFormat(bits, group_size, zero_point), has_offsets, F16)
     model = embedding(weight, F16, is_tied=True)
@@ -157,7 +159,7 @@ def test_tensorrt_builds_products_and_look_ups(name: str, tmp_path: Path) -> Non
 
 def test_ternary_weights_take_little_of_an_engine(tmp_path: Path) -> None:
     """At most 4.3 bits a weight, in the difference of two engines that differ in rows."""
-    pytest.importorskip("tensorrt_rtx_bindings")
+    require_tensorrt_rtx()
     sizes = []
     for rows in (1024, 3072):
         graph = new_graph("x", F16, ["tokens", 1024])
@@ -187,3 +189,15 @@ def test_ternary_weights_take_little_of_an_engine(tmp_path: Path) -> None:
         sizes.append(built.engine_bytes)
     bits = 8 * (sizes[1] - sizes[0]) / (2048 * 1024)
     assert 4 <= bits <= 4.3
+
+
+def test_constants_of_the_same_name_are_told_apart() -> None:
+    model = product(Weight(GroupedQuantFormat(2, 128, 1), False, F32), F32)
+    build = GraphBuilder(model.graph, "made")
+    assert build.int64([0]) is not build.scalar(0, ir.DataType.INT64)
+    assert build.int64([0]) is build.int64([0])
+    own = ir.Value(name="weight.values", shape=ir.Shape([3]), type=ir.TensorType(F32))
+    own.const_value = ir.tensor(np.zeros(3, np.float32), name="weight.values")
+    model.graph.register_initializer(own)
+    with pytest.raises(CompileError, match=r"constant 'weight\.values'"):
+        BlockDequantizePass()(model)

@@ -13,7 +13,7 @@ import onnx_ir as ir
 import pytest
 from onnx.reference import ReferenceEvaluator
 from run_graph import run_onnxruntime
-from tensorrt_rtx_builds import build_for_gpu
+from tensorrt_rtx_builds import build_for_gpu, require_tensorrt_rtx
 
 from intaglio.engines.lowering.decompose_attention import DecomposeAttentionPass, heads_of
 from intaglio.engines.lowering.plain_attention import PlainAttentionPass
@@ -154,19 +154,20 @@ def test_what_the_parser_refuses_goes(tmp_path: Path) -> None:
     model = attention(HEADS, attributes, ("B", 1, "S", "T"), F32, F16)
     model.graph[0].resize_outputs(3)
     assert PlainAttentionPass()(model).modified
-    (cast, node) = model.graph
-    assert (cast.op_type, node.inputs[3], len(node.outputs)) == ("Cast", cast.outputs[0], 1)
+    (bound, cast, node) = model.graph
+    assert (bound.op_type, cast.op_type) == ("Max", "Cast")
+    assert (node.inputs[3], len(node.outputs)) == (cast.outputs[0], 1)
     assert node.inputs[3].dtype == F16
     assert list(node.attributes) == ["scale"]
     assert not PlainAttentionPass()(model).modified
-    pytest.importorskip("tensorrt_rtx_bindings")
+    require_tensorrt_rtx()
     built = build_for_gpu(saved(model, tmp_path), {"B": (1, 1, 2), "S": (1, 16, 64), "T": (1, 16, 64)})
     assert not built.failure, built
 
 
 @pytest.mark.parametrize("name", ["shared keys", "rows", "causal, shared keys, masked", "softcap", "heads of 512"])
 def test_tensorrt_builds_what_was_taken_apart(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("tensorrt_rtx_bindings")
+    require_tensorrt_rtx()
     shapes, attributes, mask, mask_dtype = CASES[name]
     model = attention(shapes, {**attributes, "softmax_precision": F32}, mask, mask_dtype, F16)
     DecomposeAttentionPass(lambda node: "asked for")(model)

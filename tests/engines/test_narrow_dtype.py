@@ -1,10 +1,11 @@
-"""Graphs narrowed to float16: what stays float32, what is right for that, and what is said of it.
+"""Graphs narrowed to halves: what stays float32, what is right for that, and what is said of it.
 
 Bound: relative L2 <= 2e-3 of float32, for a few roundings of 2**-11 each.
 """
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -13,7 +14,8 @@ import pytest
 from onnx import parser
 
 from intaglio.engines.lowering.narrow_dtype import NarrowDtypePass
-from intaglio.engines.lowering.narrow_islands import lost_in_float16
+from intaglio.engines.lowering.narrow_islands import lost_in
+from intaglio.engines.lowering.round_values import RoundValuesPass
 from intaglio.errors import CompileError
 from intaglio.kernels.grouped_quant import DOMAIN, GroupedQuantFormat, pack_codes
 
@@ -209,10 +211,10 @@ def test_small_numbers() -> None:
     text = "g (float[b,8] x) => (float[b,8] y) <float s = {1e-7}, float t = {1e7}> { a = Mul(x, s) y = Mul(a, t) }"
     _, kept = check(model(text), {"x": floats(3, 8)})
     assert set(kept) == {"a", "y"}
-    assert lost_in_float16(np.array([1e-9, 1.0], np.float32)) is None
-    assert lost_in_float16(np.array([1e-9, 0.0], np.float32))
-    assert lost_in_float16(np.array([0.0, np.inf, -np.inf, np.nan, 65504.0], np.float32)) is None
-    assert lost_in_float16(np.array(2.0**-20, np.float32)) is None
+    assert lost_in(np.array([1e-9, 1.0], np.float32), HALF) is None
+    assert lost_in(np.array([1e-9, 0.0], np.float32), HALF)
+    assert lost_in(np.array([0.0, np.inf, -np.inf, np.nan, 65504.0], np.float32), HALF) is None
+    assert lost_in(np.array(2.0**-20, np.float32), HALF) is None
 
 
 def test_little_that_is_added_is_no_matter_and_what_guards_a_divisor_is() -> None:
@@ -299,8 +301,8 @@ def test_a_dtype_that_is_not_known_is_asked_for() -> None:
     proto.opset_import.append(onnx.OperatorSetIdProto(domain="own", version=1))
     with pytest.raises(CompileError, match=r"dtype of 'm', which Make makes.*shape_inference"):
         narrowed(proto)
-    with pytest.raises(ValueError, match="bfloat16"):
-        NarrowDtypePass(ir.DataType.BFLOAT16)
+    with pytest.raises(ValueError, match="found double"):
+        NarrowDtypePass(ir.DataType.DOUBLE)
 
 
 def quantized(scale: float, *, head: bool) -> ir.Model:
@@ -399,3 +401,79 @@ def test_integers_are_made_of_float32(how: str) -> None:
     x = np.array([[4097, 5003, -2049], [12345, 1, 0]], np.float32) / (1000 if how == "scaled" else 1)
     result, _ = narrowed(model(text))
     assert np.array_equal(run(ir.to_proto(result), {"x": x})[1], run(model(text), {"x": x})[1])
+
+
+@pytest.mark.parametrize("text", [NORM, RMS, SOFTMAX])
+def test_bfloat16_has_the_same_islands(text: str) -> None:
+    result, narrow = ir.from_proto(model(text)), NarrowDtypePass(ir.DataType.BFLOAT16)
+    narrow(result)
+    found = dtypes(result)
+    assert found["y"] == ir.DataType.BFLOAT16
+    assert {found[name] for name in found if name not in ("y", "axes")} == {FLOAT}
+    assert [(v.name, v.dtype) for v in (*result.graph.inputs, *result.graph.outputs)] == [("x", FLOAT), ("y", FLOAT)]
+    assert not narrow.kept
+    RoundValuesPass(ir.DataType.BFLOAT16)(result)
+    x = floats(4, 64, scale=5.0)
+    (ours,), (theirs,) = run(ir.to_proto(result), {"x": x}), run(model(text), {"x": x})
+    assert 1e-4 < distance(ours, theirs) <= 1e-2
+
+
+def test_bfloat16_holds_other_constants() -> None:
+    text = """g (float[b,6] x, bool[b,6] mask) => (float[b,6] y) <float least = {LEAST}, float tiny = {1e-9}> {
+        a = Mul(x, tiny) m = Where(mask, a, least) y = Softmax <axis = -1> (m)
+    }"""
+    for least, dtype, kept in (
+        ("-1e9", ir.DataType.BFLOAT16, set()),
+        ("-3.4028235e38", ir.DataType.BFLOAT16, {"m"}),
+        ("-1e9", HALF, {"a", "m"}),
+    ):
+        result, narrow = ir.from_proto(model(text.replace("LEAST", least))), NarrowDtypePass(dtype)
+        narrow(result)
+        assert set(narrow.kept) == kept
+    assert "beyond 3.38953e+38" in (lost_in(np.array(3.4e38, np.float32), ir.DataType.BFLOAT16) or "")
+    assert lost_in(np.array([1e-30, 7e4], np.float32), ir.DataType.BFLOAT16) is None
+
+
+def test_operators_that_take_no_bfloat16_stay_float32_and_are_named() -> None:
+    """Before opset 13 none does."""
+    text = "g (float[b,8] x) => (float[b,8] y) { a = Neg(x) y = Relu(a) }"
+    for opset, expected in ((11, FLOAT), (13, ir.DataType.BFLOAT16)):
+        result, narrow = ir.from_proto(model(text, opset)), NarrowDtypePass(ir.DataType.BFLOAT16)
+        narrow(result)
+        assert dtypes(result)["a"] == expected
+        assert ("takes no bfloat16" in narrow.kept.get("a", "")) == (expected == FLOAT)
+
+
+def test_bfloat16_needs_no_clip() -> None:
+    text = (
+        "g (float[1,s,8] x, float[1,1,8] gate, float[1,s,8] z) => (float[1,s,8] y) { g = Mul(gate, z) y = Add(x, g) }"
+    )
+    for dtype, clips in ((HALF, True), (ir.DataType.BFLOAT16, False)):
+        result = ir.from_proto(model(text))
+        NarrowDtypePass(dtype)(result)
+        assert any(node.op_type == "Clip" for node in result.graph) == clips
+
+
+def test_values_are_rounded_once_each() -> None:
+    text = """g (float[b,8] x, float[b,8] z) => (float[b,8] y) {
+        a = Mul(x, z) t = Transpose(a) u = Transpose(t) y = Add(u, z)
+    }"""
+    result = ir.from_proto(model(text))
+    NarrowDtypePass(ir.DataType.BFLOAT16)(result)
+    RoundValuesPass(ir.DataType.BFLOAT16)(result)
+    x, z = floats(3, 8), floats(3, 8)
+    (found,) = run(ir.to_proto(result), {"x": x, "z": z})
+    narrow_x, narrow_z = x.astype(ml_dtypes.bfloat16), z.astype(ml_dtypes.bfloat16)
+    product = (narrow_x.astype(np.float32) * narrow_z.astype(np.float32)).astype(ml_dtypes.bfloat16)
+    expected = (product.astype(np.float32) + narrow_z.astype(np.float32)).astype(ml_dtypes.bfloat16)
+    assert np.array_equal(found, expected.astype(np.float32))
+
+
+def test_a_mean_of_what_is_too_large_is_too_large_as_well() -> None:
+    text = """g (float[b,8] x) => (float[b,8] y) <float k = {1e9}, int64[1] axes = {-1}> {
+        big = Mul(x, k) mean = ReduceMean(big, axes) d = Mul(x, mean) n = Neg(d) t = Tanh(n) y = Neg(t)
+    }"""
+    result, _ = check(model(text), {"x": floats(3, 8)})
+    found = dtypes(result)
+    assert found["d"] == found["n"] == FLOAT
+    assert found["y"] == HALF

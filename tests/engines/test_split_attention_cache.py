@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 from onnx.reference import ReferenceEvaluator
 from run_graph import run_onnxruntime
-from tensorrt_rtx_builds import build_for_gpu
+from tensorrt_rtx_builds import build_for_gpu, require_tensorrt_rtx
 
 from intaglio.engines.lowering.split_attention_cache import SplitAttentionCachePass
 from intaglio.engines.nvidia.lower import lower
@@ -83,7 +83,7 @@ def test_the_numbers_stay(is_flat: bool, past: bool, mask: Any, attributes: dict
 
 @pytest.mark.parametrize("is_flat", [False, True])
 def test_tensorrt_builds_it(is_flat: bool, tmp_path: Path) -> None:
-    pytest.importorskip("tensorrt_rtx_bindings")
+    require_tensorrt_rtx()
     model = model_of(is_flat=is_flat, dtype=F16, is_causal=1)
     assert lower(model) == []
     ir.save(model, tmp_path / "split.onnx")
@@ -100,3 +100,15 @@ def test_scores_are_refused() -> None:
     model.graph.outputs.append(node.outputs[3])
     with pytest.raises(CompileError, match="scores"):
         SplitAttentionCachePass()(model)
+
+
+@pytest.mark.parametrize("mask", [BOOL, F32])
+def test_a_mask_of_keys_is_of_all_queries_then(mask: Any) -> None:
+    """Its axis of queries was 1, and under causality no longer is: what reads its shape would be misled."""
+    model = model_of(mask=mask, is_causal=1)
+    model.graph.inputs[3].shape = ir.Shape(["B", 1, 1, "T"])
+    SplitAttentionCachePass()(model)
+    (node,) = (node for node in model.graph if node.op_type == "Attention")
+    shape = node.inputs[3].shape
+    assert [str(dim) for dim in shape[:2]] == ["B", "1"]
+    assert shape[2] != 1

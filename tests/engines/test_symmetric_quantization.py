@@ -13,7 +13,7 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 from onnxscript import GraphBuilder
 from run_graph import run_onnxruntime
-from tensorrt_rtx_builds import build_for_gpu
+from tensorrt_rtx_builds import build_for_gpu, require_tensorrt_rtx
 
 from intaglio.engines.lowering.float_integers import FloatIntegersPass
 from intaglio.engines.lowering.symmetric_dequantize import SymmetricDequantizePass
@@ -58,7 +58,7 @@ def check(
     assert np.linalg.norm(found - expected.astype(np.float64)) <= 1e-6 * np.linalg.norm(expected)
     if not builds:
         return
-    pytest.importorskip("tensorrt_rtx_bindings")
+    require_tensorrt_rtx()
     built = build_for_gpu(saved(model, folder), {"rows": (1, 4, 16)})
     assert not built.failure, built
 

@@ -1,8 +1,4 @@
-"""Whole stages lowered for TensorRT: the same numbers in onnxruntime, and engines that build without a GPU.
-
-Bounds of relative L2, lowered against portable: 1e-5 in float32; 5e-3 in float16, whose products with packed weights
-are float16 and not float32 as in the portable graph; 5e-3 in bfloat16, widened to float32, whose scales are rounded.
-"""
+"""Whole stages lowered for TensorRT: engines that build without a GPU, and what they are built of."""
 
 from __future__ import annotations
 
@@ -10,22 +6,19 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import onnx_ir as ir
 import pytest
-from gpu_stages import export_decoder, relative_l2, run_widened, write_lowered
+from gpu_stages import export_decoder, write_lowered
 from klein import make_checkpoint
 from klein_sizes import TINY
-from tensorrt_rtx_builds import build_for_gpu
+from tensorrt_rtx_builds import build_for_gpu, require_tensorrt_rtx
 
 import intaglio
 from intaglio.engines.nvidia.lower import lower
 from intaglio.errors import InputError
 from intaglio.exporters.bundle import Dim, read_bundle
-from intaglio.runtimes.random_feeds import Sizes, random_feeds
 
 DEMO = Path(__file__).parents[3] / "demo" / "emoji"
-BOUNDS = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 5e-3}
 PICTURE_STAGES = ("text_encoder", "transformer", "vae_decoder", "vae_encoder")
 SMS = (86, 89, 120)
 
@@ -66,57 +59,11 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
     return Bundles(tmp_path_factory.mktemp("bundles"))
 
 
-def feeds_of(bundle: Path, stage: str) -> dict[str, np.ndarray]:
-    described = read_bundle(bundle)
-    sizes = Sizes.choose(described.dims, batch=2)
-    return random_feeds(described, described.stages[stage], described.dims, sizes, int.from_bytes(np.random.bytes(4)))
-
-
 def ranges_of(dims: dict[str, Dim]) -> dict[str, tuple[int, int, int]]:
     """Small sizes that fit each other, for a profile."""
     least = {name: max(dim.min, dim.multiple_of) for name, dim in dims.items()}
     ranges = {name: (size, size, min(2 * size, dims[name].max)) for name, size in least.items()}
     return {**ranges, "past_sequence": (1, 8, 32), "sequence": (1, 1, 8), "total_sequence": (2, 9, 40)}
-
-
-@pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("family", ["klein", "demo"])
-def test_pictures_have_the_numbers_of_the_portable_graphs(
-    bundles: Bundles, family: str, dtype: str, tmp_path: Path
-) -> None:
-    bundle = bundles(family, dtype)
-    for stage in read_bundle(bundle).stages:
-        lowered, _ = write_lowered(bundle / f"{stage}.onnx", tmp_path)
-        feeds = feeds_of(bundle, stage)
-        expected, found = (run_widened(graph, feeds) for graph in (bundle / f"{stage}.onnx", lowered))
-        for name, values in expected.items():
-            assert np.isfinite(values).all()
-            assert relative_l2(found[name], values) <= BOUNDS[dtype], f"{stage}: {name}"
-        assert {node.domain for node in ir.load(lowered).graph.all_nodes()} == {""}
-
-
-@pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("stage", ["score", "generate"])
-def test_decoders_have_the_numbers_of_the_portable_graphs(
-    bundles: Bundles, stage: str, dtype: str, tmp_path: Path
-) -> None:
-    graph = bundles("decoder", dtype) / f"{stage}.onnx"
-    lowered, _ = write_lowered(graph, tmp_path)
-    mask = np.ones((2, 12), np.int64)
-    mask[1, :3] = 0
-    past = 7 if stage == "generate" else 0
-    feeds = {
-        "input_ids": np.random.randint(0, 256, (2, 12 - past)),
-        "attention_mask": mask,
-        "position_ids": np.maximum(mask.cumsum(axis=1) - 1, 0)[:, past:],
-    }
-    for value in ir.load(graph).graph.inputs:
-        if value.name not in feeds and value.dtype is not None:
-            shape = [2, 2, past, 32]
-            feeds[str(value.name)] = np.random.standard_normal(shape).astype(value.dtype.numpy())
-    expected, found = (run_widened(each, feeds) for each in (graph, lowered))
-    for name, values in expected.items():
-        assert relative_l2(found[name], values) <= BOUNDS[dtype], name
 
 
 @pytest.mark.parametrize(
@@ -129,7 +76,7 @@ def test_decoders_have_the_numbers_of_the_portable_graphs(
     ],
 )
 def test_engines_of_pictures_build(bundles: Bundles, family: str, stage: str, dtype: str, tmp_path: Path) -> None:
-    pytest.importorskip("tensorrt_rtx_bindings")
+    require_tensorrt_rtx()
     bundle = bundles(family, dtype)
     lowered, notes = write_lowered(bundle / f"{stage}.onnx", tmp_path)
     built = build_for_gpu(lowered, ranges_of(dict(read_bundle(bundle).dims)), SMS)
@@ -147,7 +94,7 @@ def test_engines_of_pictures_build(bundles: Bundles, family: str, stage: str, dt
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize(("stage", "context"), [("score", 0), ("generate", 0), ("generate", 64)])
 def test_engines_of_decoders_build(bundles: Bundles, stage: str, context: int, dtype: str, tmp_path: Path) -> None:
-    pytest.importorskip("tensorrt_rtx_bindings")
+    require_tensorrt_rtx()
     bundle = bundles("decoder", dtype)
     lowered, _ = write_lowered(bundle / f"{stage}.onnx", tmp_path, context=context)
     built = build_for_gpu(lowered, ranges_of(dict(read_bundle(bundle).dims)), SMS)
