@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from intaglio.engines.artifact import digest, stamps
 from intaglio.engines.identity import Identity, stage_identity
 from intaglio.engines.report import Report
-from intaglio.engines.target import target_module
+from intaglio.engines.target import option_flags, target_module
 from intaglio.errors import EngineError
 from intaglio.exporters.bundle import Bundle, Dim, read_bundle
 
@@ -111,7 +111,7 @@ def _again(bundle: Path, target: str, info: EngineInfo | None = None) -> str:
     identity = next(iter(info.identities.values()), None) if info is not None else None
     given = [f' --shapes "{shapes}"' for shapes in (info.shapes if info is not None else ())]
     if identity is not None:
-        given += [f" --{name.replace('_', '-')} {value}" for name, value in identity.options.items()]
+        given.append(option_flags(identity.options))
         given += [f" --accuracy {identity.accuracy}"] if identity.accuracy != "exact" else []
     return f"`intaglio compile {bundle} --target {target}{''.join(given)}`"
 

@@ -101,6 +101,12 @@ def session_options(
     return {name: value for name, value in given.items() if value is not None}
 
 
+def option_flags(options: Mapping[str, str]) -> str:
+    """A target's own options as they are given to `intaglio compile`, each behind a space."""
+    flags = ((f" --{name.replace('_', '-')}", value) for name, value in options.items())
+    return "".join(flag if value == "yes" else f"{flag} {value}" for flag, value in flags)
+
+
 def is_on_gpu(target: str) -> bool:
     """Whether engines of the target lie in the memory of a GPU, and not in the process's own."""
     return target in _ON_GPU

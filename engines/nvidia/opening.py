@@ -11,6 +11,7 @@ from intaglio.engines.nvidia.options import RTX_CAPABILITIES
 from intaglio.engines.nvidia.plan import Plan
 from intaglio.engines.nvidia.session import GpuSession
 from intaglio.engines.stage_interface import runs_as
+from intaglio.engines.target import option_flags
 from intaglio.errors import EngineError
 from intaglio.exporters.bundle import StageInfo
 
@@ -42,13 +43,28 @@ def open_session(
     again = rebuild_command(weights, identity)
     plan = Plan(trt, device, artifact, again=again, runtime_cache=artifact.with_suffix(RUNTIME_CACHE), budget=budget)
     interface = runs_as(stage) if isinstance(stage, StageInfo) else stage
-    return GpuSession(name, plan, interface, identity.shapes, again=again, budget=budget)
+    graph = weights / stage.file if isinstance(stage, StageInfo) else None
+    return GpuSession(name, plan, interface, identity.shapes, again=again, budget=budget, graph=graph)
 
 
 def rebuild_command(weights: Path, identity: Identity) -> str:
     """The command that builds the engine of the bundle, or of the model, in the folder ``weights``."""
-    options = "".join(f" --{name.replace('_', '-')} {value}" for name, value in identity.options.items())
-    return f"`intaglio compile {weights} --target {identity.target}{options}`"
+    return f"`intaglio compile {weights} --target {identity.target}{option_flags(identity.options)}`"
+
+
+def check_built_here(identity: Identity, device: str, version: str, again: str) -> None:
+    """Raises EngineError for an engine of full TensorRT that another kind of GPU or another version has built."""
+    if identity.device != device:
+        raise EngineError(
+            f"the engine was built on {identity.device}, and this is {device}: TensorRT's engines run on the kind of GPU "
+            f"that built them; build again with {again}"
+        )
+    built = identity.compiler.split()[-1]
+    if built.split(".")[:3] != version.split(".")[:3]:
+        raise EngineError(
+            f"the engine was built by TensorRT {built}, and TensorRT {version} is what Python imports: engines run with "
+            f"the version that built them; build again with {again}, or install TensorRT {built}"
+        )
 
 
 def check_rtx_capability(device: Device, sm: Sequence[int], again: str) -> None:

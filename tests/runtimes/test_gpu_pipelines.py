@@ -21,12 +21,18 @@ ROOT = Path(__file__).parents[2]
 STAGES = ("text_encoder", "transformer", "vae_decoder")
 OPTIONS: dict[str, Any] = {"seed": 3, "num_inference_steps": 3, "guidance_scale": 3.0}
 CONTEXT = 160
+TARGETS = ("tensorrt-rtx", "tensorrt")
 
 
-@pytest.fixture(params=["tensorrt-rtx", "tensorrt"])
+@pytest.fixture(params=TARGETS)
 def trt(request: pytest.FixtureRequest) -> Iterator[TensorRT]:
     with pytest.MonkeyPatch.context() as patch:
-        yield stand_in(patch, is_rtx=request.param == "tensorrt-rtx")
+        yield stand_in(patch, request.param)
+
+
+@pytest.fixture
+def target(trt: TensorRT) -> str:
+    return "tensorrt-rtx" if trt.is_rtx else "tensorrt"
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +43,8 @@ def painter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     intaglio.compile(folder)
     with pytest.MonkeyPatch.context() as patch:
         stand_in(patch)
-        intaglio.compile(folder, "tensorrt-rtx", shapes="batch=1:1:2,height=64,width=64")
+        for target in TARGETS:
+            intaglio.compile(folder, target, shapes="batch=1:1:2,height=64,width=64")
     return folder
 
 
@@ -50,12 +57,13 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     intaglio.compile(folder / "bundle")
     with pytest.MonkeyPatch.context() as patch:
         stand_in(patch)
-        intaglio.compile(folder / "bundle", "tensorrt-rtx", shapes="batch=1:1:2")
+        for target in TARGETS:
+            intaglio.compile(folder / "bundle", target, shapes="batch=1:1:2")
     return folder / "bundle"
 
 
-def test_a_picture_is_that_of_the_cpu(painter: Path, trt: TensorRT) -> None:
-    pipe = intaglio.load(painter, "tensorrt-rtx")
+def test_a_picture_is_that_of_the_cpu(painter: Path, trt: TensorRT, target: str) -> None:
+    pipe = intaglio.load(painter, target)
     found, expected = pipe("red apple", **OPTIONS), intaglio.load(painter, threads=1)("red apple", **OPTIONS)
     assert np.linalg.norm(found.latents - expected.latents) <= 1e-5 * np.linalg.norm(expected.latents)
     assert np.abs(pixels(found.images) - pixels(expected.images)).max() <= 1
@@ -65,23 +73,23 @@ def test_a_picture_is_that_of_the_cpu(painter: Path, trt: TensorRT) -> None:
     assert trt.driver.used == 0
 
 
-def test_stages_leave_in_turn_within_a_budget(painter: Path, trt: TensorRT) -> None:
-    most = intaglio.load(painter, "tensorrt-rtx", memory_budget=1 << 30)
+def test_stages_leave_in_turn_within_a_budget(painter: Path, trt: TensorRT, target: str) -> None:
+    most = intaglio.load(painter, target, memory_budget=1 << 30)
     expected = most("red apple", **OPTIONS)
     assert {*most._sessions} == set(STAGES), "all fit"
-    largest = max((painter / "engines" / "tensorrt-rtx" / f"{stage}.engine").stat().st_size for stage in STAGES)
-    pipe = intaglio.load(painter, "tensorrt-rtx", memory_budget=largest + (2 << 20))
+    largest = max((painter / "engines" / target / f"{stage}.engine").stat().st_size for stage in STAGES)
+    pipe = intaglio.load(painter, target, memory_budget=largest + (2 << 20))
     most.unload()
     np.testing.assert_array_equal(pipe("red apple", **OPTIONS).latents, expected.latents)
     assert (pipe._sessions, trt.driver.used) == ({}, 0)
     with pytest.raises(InputError, match=r"the memory budget is 1 MiB of the GPU, and .* needs \d+ MiB beside the"):
-        intaglio.load(painter, "tensorrt-rtx", memory_budget=1 << 20)("red apple", **OPTIONS)
+        intaglio.load(painter, target, memory_budget=1 << 20)("red apple", **OPTIONS)
 
 
 @pytest.mark.parametrize("writes_in_place", [True, False])
-def test_texts_are_those_of_the_cpu(writer: Path, trt: TensorRT, writes_in_place: bool) -> None:
+def test_texts_are_those_of_the_cpu(writer: Path, trt: TensorRT, target: str, writes_in_place: bool) -> None:
     trt.writes_in_place = writes_in_place
-    ours, theirs = intaglio.load(writer, "tensorrt-rtx"), intaglio.load(writer, threads=1)
+    ours, theirs = intaglio.load(writer, target), intaglio.load(writer, threads=1)
     for prompt in ("The capital of France is", "x", "a" * 70):
         assert ours(prompt, max_new_tokens=8) == theirs(prompt, max_new_tokens=8)
     together = ["To be or not to be", "a"]
@@ -90,8 +98,8 @@ def test_texts_are_those_of_the_cpu(writer: Path, trt: TensorRT, writes_in_place
     assert (trt.driver.launches > 12) == (not trt.is_rtx), "steps are recorded ones"
 
 
-def test_a_cache_that_is_given_whole(writer: Path, trt: TensorRT) -> None:
-    stage = open_engine(writer, "tensorrt-rtx").load("generate")
+def test_a_cache_that_is_given_whole(writer: Path, trt: TensorRT, target: str) -> None:
+    stage = open_engine(writer, target).load("generate")
     reference = open_engine(writer).load("generate", threads=1)
     rng = np.random.default_rng()
     feeds: dict[str, np.ndarray] = {
@@ -109,8 +117,8 @@ def test_a_cache_that_is_given_whole(writer: Path, trt: TensorRT) -> None:
         assert np.linalg.norm(found[name] - value) <= 1e-5 * np.linalg.norm(value), name
 
 
-def test_a_context_that_is_full(writer: Path, trt: TensorRT) -> None:
-    stage = open_engine(writer, "tensorrt-rtx").load("generate")
+def test_a_context_that_is_full(writer: Path, trt: TensorRT, target: str) -> None:
+    stage = open_engine(writer, target).load("generate")
     cache = stage.new_cache(1)
     cache.length = CONTEXT - 1
     feeds = {
