@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -60,7 +61,7 @@ PackTernary = Annotated[
         "--pack-ternary", help="Pack the dense matrices of the blocks into 2 bits, which must be exactly ternary."
     ),
 ]
-Target = Annotated[str, typer.Option(help="What to compile for or run on: cpu, coreml, tensorrt-rtx, cuda.")]
+Target = Annotated[str, typer.Option(help="What to compile for or run on: cpu, coreml, tensorrt, tensorrt-rtx, cuda.")]
 Threads = Annotated[int, typer.Option(min=0, max=1024, help="Threads to run with; 0 takes one a core.")]
 
 
@@ -86,6 +87,19 @@ def settings(texts: Sequence[str] | None) -> dict[str, Any]:
         except (ValueError, RecursionError):
             result[key] = value
     return result
+
+
+def adapter_file(text: str) -> tuple[str, float]:
+    """``--lora FILE[:STRENGTH]``; a colon of the file's own name stays. Raises InputError."""
+    path, colon, strength = text.rpartition(":")
+    if not colon or Path(text).exists():
+        return text, 1.0
+    try:
+        return path, float(strength)
+    except ValueError as error:
+        if Path(path).exists():
+            raise InputError(f"--lora {text}: the strength is {strength!r}, expected a number") from error
+        return text, 1.0
 
 
 def print_json(content: Any) -> None:

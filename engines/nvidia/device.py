@@ -26,8 +26,8 @@ class Device:
     """The first GPU that CUDA shows (CUDA_VISIBLE_DEVICES chooses), in its primary context, with a stream.
 
     ``used`` counts the bytes that engines and buffers of this process hold on it; the context itself, some hundred MiB,
-    is not among them. ``lock`` is held by whoever works: there is one stream, and what is recorded is all that is put on
-    it meanwhile.
+    is not among them. ``lock`` is held by whoever works: there is one stream, and all that is put on it while it
+    records is recorded.
     """
 
     def __init__(self, driver: Any) -> None:

@@ -56,14 +56,14 @@ def check_built_here(identity: Identity, device: str, version: str, again: str) 
     """Raises EngineError for an engine of full TensorRT that another kind of GPU or another version has built."""
     if identity.device != device:
         raise EngineError(
-            f"the engine was built on {identity.device}, and this is {device}: TensorRT's engines run on the kind of GPU "
-            f"that built them; build again with {again}"
+            f"the engine was built on {identity.device}, and this is {device}: TensorRT's engines run on the kind of "
+            f"GPU that built them; build again with {again}"
         )
     built = identity.compiler.split()[-1]
     if built.split(".")[:3] != version.split(".")[:3]:
         raise EngineError(
-            f"the engine was built by TensorRT {built}, and TensorRT {version} is what Python imports: engines run with "
-            f"the version that built them; build again with {again}, or install TensorRT {built}"
+            f"the engine was built by TensorRT {built}, and TensorRT {version} is what Python imports: engines run "
+            f"with the version that built them; build again with {again}, or install TensorRT {built}"
         )
 
 

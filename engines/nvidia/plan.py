@@ -120,8 +120,8 @@ class Plan:
         if nbytes <= free:
             return ""
         return (
-            f". It needs at least {mib(nbytes)} MiB, and {mib(free)} of {mib(total)} MiB are free: close other programs, "
-            "or give a memory budget so that other stages leave first"
+            f". It needs at least {mib(nbytes)} MiB, and {mib(free)} of {mib(total)} MiB are free: close other "
+            "programs, or give a memory budget so that other stages leave first"
         )
 
     def _why(self, found: int) -> str:

@@ -50,8 +50,11 @@ class BaseWeights:
 
         self._values = ir.load(graph).graph.initializers
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._values
+    @property
+    def names(self) -> set[str]:
+        """The weights of the checkpoint, those that are quantized too."""
+        found = {name.removesuffix(".codes") for name in self._values}
+        return {name for name in found if name.endswith(".weight") and not name.endswith((f".{_DOWN}", f".{_UP}"))}
 
     def __call__(self, name: str) -> np.ndarray:
         """The weight ``name``. Raises EngineError."""

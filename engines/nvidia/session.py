@@ -154,7 +154,10 @@ class GpuSession:
 
     @property
     def refit(self) -> Refit:
-        """The adapters that the engine has, and how strong. Raises EngineError where it was compiled without --refit."""
+        """The adapters that the engine has, and how strong.
+
+        Raises EngineError where it was compiled without ``--refit``.
+        """
         with self._working():
             if self._refit is None:
                 try:
@@ -170,11 +173,16 @@ class GpuSession:
             return self._refit
 
     def _exchanged(self, weights: EngineWeights) -> Exchange:
+        # A session that held itself would keep its memory until garbage is collected.
+        itself = weakref.ref(self)
+
         def exchange(arrays: Mapping[str, np.ndarray], current: Callable[[str], np.ndarray]) -> None:
-            with self._working():
+            if (session := itself()) is None:
+                raise EngineError("the session of these adapters is gone; load the stage again")
+            with session._working():
                 # Nothing may be under way meanwhile.
-                self._device.wait()
-                for bound in self._bound.values():
+                session._device.wait()
+                for bound in session._bound.values():
                     bound.forget()
                 weights(arrays, current)
 

@@ -1,8 +1,9 @@
 """Stands in for a GPU: CUDA's driver over NumPy memory, and TensorRT's runtime over onnxruntime.
 
 An "engine" is the lowered graph with its profiles, which the build writes where TensorRT would write a plan. The names
-are those of the real bindings: ``test_real_bindings`` compares what is called with them. Work on the stream is done when it is waited for, so
-that what does not wait finds nothing; memory is filled with what is no number, so that what nobody wrote is seen.
+are those of the real bindings: ``test_real_bindings`` compares them, and what is called. Work on the stream is done
+when it is waited for, so that what does not wait finds nothing; memory is filled with what is no number, so that what
+nobody wrote is seen.
 """
 
 from __future__ import annotations
@@ -480,11 +481,11 @@ class IExecutionContext:
 class Weights:
     """Numbers somewhere, or with the address 0 none."""
 
-    def __init__(self, type: DataType, ptr: int, count: int) -> None:
+    def __init__(self, type: DataType, ptr: int, count: int) -> None:  # noqa: A002 - TensorRT's name
         self.dtype, self.address, self.size = type, ptr, count
 
     def array(self) -> np.ndarray:
-        dtype = next(dtype for dtype, type in _TYPES.items() if type is self.dtype)
+        dtype = next(dtype for dtype, kind in _TYPES.items() if kind is self.dtype)
         return _host(self.address, self.size * dtype.itemsize).view(dtype).copy()
 
 
