@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 REFUSED = 2
 _FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 _PR_SET_PDEATHSIG = 1
+# Of a child that crashed, for the error.
+_LAST_LINES = 3
+_KILLED = 9  # SIGKILL, which Windows does not name
 
 
 def build_in_child(
@@ -40,7 +43,7 @@ def build_in_child(
     """Has ``intaglio.engines.<module>`` build what the request asks for: its last line of JSON is most of the report.
 
     ``name`` is what the graph is called in messages and ``compiler`` what builds. Raises CompileError with the child's
-    own message, CancelledError.
+    own message or, of a crash, the last that it said; CancelledError.
     """
     started = time.monotonic()
     done = run_child(module, request, progress)
@@ -94,9 +97,9 @@ def _ask(stdin: Any, request: str) -> None:
         pass
 
 
-def say_progress(task: str, done: int, total: int, unit: str) -> None:
+def say_progress(task: str, done: int, total: int, unit: str, note: str = "") -> None:
     """In the child: a line for the parent's callback."""
-    sys.stdout.write(json.dumps({"progress": [task, done, total, unit]}) + "\n")
+    sys.stdout.write(json.dumps({"progress": [task, done, total, unit, note]}) + "\n")
     sys.stdout.flush()
 
 
@@ -133,7 +136,15 @@ def end_with_parent() -> None:
 
 
 def how_it_ended(done: subprocess.CompletedProcess[str]) -> str:
-    """The end of a child process that failed, for a message."""
-    last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-    how = f"was ended by signal {-done.returncode}" if done.returncode < 0 else "failed"
-    return f"{how} while building: {last[0]}"
+    """The end of a child process that failed, for a message: how, and the last that it said."""
+    crashed = done.returncode < 0
+    # What failed in Python has its message in the last line.
+    said = "; ".join(done.stderr.strip().splitlines()[-(_LAST_LINES if crashed else 1) :]) or "no message"
+    how = f"was ended by signal {-done.returncode}" if crashed else "failed"
+    ended = f"{how} while building: {said}"
+    if done.returncode == -_KILLED:
+        ended += (
+            ". Systems end in this way what takes more memory than there is: end other programs, or build on a machine "
+            "with more of it"
+        )
+    return ended

@@ -44,8 +44,8 @@ def compile_bundle(
     ``NAME=MIN:OPT:MAX``, comma-separated); several are sets of sizes of one engine, for targets that have those.
     ``options`` are the target's own; ``finish`` is called when all stages are there. A stage built before from the same
     graph, weights, dims and compiler comes from the cache, and none of its weights is read.
-    Raises BundleError, InputError, CompileError, OutputError, RuntimeMissingError; a failed build leaves the old
-    engine in place.
+    Raises BundleError, InputError, CompileError, OutputError, RuntimeMissingError, CancelledError; a failed build
+    leaves the old engine in place.
     """
     folder = Path(bundle)
     described = read_bundle(folder)
@@ -67,7 +67,7 @@ def compile_bundle(
             artifacts={stage: digest(artifact) for stage, artifact in built.items()},
             files={stage: stamps(artifact) for stage, artifact in built.items()},
         )
-        report = Report(target=target, compiler=module.compiler(), stages=reports, notes=tuple(notes))
+        report = Report(target=target, compiler=module.compiler(), stages=reports, notes=(*module.NOTES, *notes))
         (partial / ENGINE_FILE).write_text(info.model_dump_json(indent=1) + "\n", "utf-8")
         (partial / REPORT_FILE).write_text(report.model_dump_json(indent=1) + "\n", "utf-8")
     return report

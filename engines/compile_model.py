@@ -52,8 +52,8 @@ def compile_model(
     allows). ``shapes`` bounds dims (``NAME=VALUE`` or ``NAME=MIN:OPT:MAX``, comma-separated); several are sets of
     sizes, for targets that have those. ``options`` are the target's own. A model built before, with the same dims,
     options and compiler, is not built again. That the trial run was not possible is said in the report and is no error.
-    Raises CompileError, InputError, OutputError if nothing can be written, RuntimeMissingError. A failed build leaves
-    the old engine in place.
+    Raises CompileError, InputError, OutputError if nothing can be written, RuntimeMissingError, CancelledError. A
+    failed build leaves the old engine in place.
     """
     path = Path(model)
     module = target_module(target)
@@ -75,7 +75,8 @@ def compile_model(
         identity = make_identity(hashes[path.name], _weights_hash(hashes, path.name), _dtype(described), wanted)
         given = frozenset(name for name, dim in wanted.shapes.items() if dim != described.dims[name])
         artifact = inside / artifact_name
-        built = _build(inside / path.name if module.KEEPS_MODEL else path, artifact, described, identity, given)
+        graph = inside / path.name if module.KEEPS_MODEL else path
+        built = _build(graph, artifact, described, identity, given, progress)
         info = ModelEngineInfo(
             target=target,
             source=os.path.relpath(path, folder),
@@ -86,14 +87,21 @@ def compile_model(
             source_files=_records(path.parent, hashes),
             files=_records(inside, hashes if module.KEEPS_MODEL else _hashes_in(inside)),
         )
-        report = Report(target=target, compiler=module.compiler(), stages={path.stem: built})
+        report = Report(target=target, compiler=module.compiler(), stages={path.stem: built}, notes=module.NOTES)
         (partial / ENGINE_FILE).write_text(info.model_dump_json(indent=1) + "\n", "utf-8")
         (partial / REPORT_FILE).write_text(report.model_dump_json(indent=1) + "\n", "utf-8")
         count.advance(1)
     return report
 
 
-def _build(graph: Path, artifact: Path, described: OnnxFile, identity: Identity, given: frozenset[str]) -> StageReport:
+def _build(
+    graph: Path,
+    artifact: Path,
+    described: OnnxFile,
+    identity: Identity,
+    given: frozenset[str],
+    progress: ProgressCallback | None,
+) -> StageReport:
     module, key = target_module(identity.target), identity.key()
     cached = cache.fetch_report(key) if module.KEEPS_MODEL else cache.fetch(key, artifact)
     if cached is not None:
@@ -102,7 +110,7 @@ def _build(graph: Path, artifact: Path, described: OnnxFile, identity: Identity,
         except ValidationError:
             if not module.KEEPS_MODEL:
                 cache.remove(artifact)  # an entry of another version: build
-    report = module.build_model(graph, artifact, described, identity, given)
+    report = module.build_model(graph, artifact, described, identity, given, progress)
     content = report.model_dump(exclude={"from_cache"})
     if module.KEEPS_MODEL:
         cache.store_report(key, content)

@@ -30,6 +30,7 @@ ACCURACIES = ("exact", "fast")
 SUFFIX = ".onnx"
 # The engine of an ONNX file is that file.
 KEEPS_MODEL = True
+NOTES: tuple[str, ...] = ()
 SOURCES = ("cpu.py",)
 # Whose operators it has, besides those of ONNX itself.
 DOMAINS = frozenset(
@@ -113,7 +114,12 @@ def lower(model: ir.Model, accuracy: str) -> ir.Model:
 
 
 def build_model(
-    graph: Path, artifact: Path, described: OnnxFile, identity: Identity, given: frozenset[str]
+    graph: Path,
+    artifact: Path,
+    described: OnnxFile,
+    identity: Identity,
+    given: frozenset[str],
+    progress: ProgressCallback | None = None,
 ) -> StageReport:
     """Checks an ONNX file that others wrote, loads it and runs it at the smallest sizes it takes, in a child process.
 

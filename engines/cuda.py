@@ -29,6 +29,7 @@ INPUT_DTYPES = frozenset(
 # A folder: the lowered graph and its weights.
 SUFFIX = ".cuda"
 KEEPS_MODEL = False
+NOTES: tuple[str, ...] = ()
 SOURCES = ("cuda.py", "nvidia/cuda_*.py", "nvidia/lower.py")
 _PACKAGES = ("onnxruntime-gpu", "onnxruntime")
 _GRAPH = "graph.onnx"
@@ -81,7 +82,12 @@ def build(
 
 
 def build_model(
-    graph: Path, artifact: Path, described: OnnxFile, identity: Identity, given: frozenset[str]
+    graph: Path,
+    artifact: Path,
+    described: OnnxFile,
+    identity: Identity,
+    given: frozenset[str],
+    progress: ProgressCallback | None = None,
 ) -> StageReport:
     """Likewise, of an ONNX file that others wrote, which is not tried out."""
     return _build(graph, artifact, identity, None)

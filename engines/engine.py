@@ -10,9 +10,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from intaglio.engines.artifact import digest, stamps
-from intaglio.engines.identity import Identity, stage_identity
+from intaglio.engines.identity import Identity, compile_command, stage_identity
 from intaglio.engines.report import Report
-from intaglio.engines.target import option_flags, target_module
+from intaglio.engines.target import target_module
 from intaglio.errors import EngineError
 from intaglio.exporters.bundle import Bundle, Dim, read_bundle
 
@@ -97,7 +97,7 @@ def engine_path(bundle: Path, target: str) -> Path:
 def read_engine(bundle: str | Path, target: str = "cpu") -> EngineInfo:
     """What an engine says of itself, compared with nothing. Raises EngineError if it is not there or damaged."""
     file = engine_path(Path(bundle), target) / ENGINE_FILE
-    again = _again(Path(bundle), target)
+    again = rebuild_command(Path(bundle), target)
     if not file.is_file():
         raise EngineError(f"{file.parent}: no engine there; build it with {again}")
     try:
@@ -106,14 +106,10 @@ def read_engine(bundle: str | Path, target: str = "cpu") -> EngineInfo:
         raise EngineError(f"{file}: is damaged or of another version; build again with {again}") from error
 
 
-def _again(bundle: Path, target: str, info: EngineInfo | None = None) -> str:
-    """The command that builds the engine; again with the options it has."""
+def rebuild_command(bundle: Path, target: str, info: EngineInfo | None = None) -> str:
+    """The command that builds the engine of a bundle; again with the options it has."""
     identity = next(iter(info.identities.values()), None) if info is not None else None
-    given = [f' --shapes "{shapes}"' for shapes in (info.shapes if info is not None else ())]
-    if identity is not None:
-        given.append(option_flags(identity.options))
-        given += [f" --accuracy {identity.accuracy}"] if identity.accuracy != "exact" else []
-    return f"`intaglio compile {bundle} --target {target}{''.join(given)}`"
+    return f"`{compile_command(bundle, target, identity, info.shapes if info is not None else ())}`"
 
 
 def open_engine(bundle: str | Path, target: str = "cpu") -> Engine:
@@ -125,7 +121,7 @@ def open_engine(bundle: str | Path, target: str = "cpu") -> Engine:
     described = read_bundle(folder)
     module = target_module(target)
     info = read_engine(folder, target)
-    path, again = engine_path(folder, target), _again(folder, target, info)
+    path, again = engine_path(folder, target), rebuild_command(folder, target, info)
     if info.target != target or info.identities.keys() != described.stages.keys():
         raise EngineError(
             f"{path}: was built for {info.target} with the stages {', '.join(info.identities)}, but the bundle has "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -84,6 +86,22 @@ def _lowering_hash(target: str) -> str:
     for file in sorted({file for pattern in patterns for file in folder.glob(pattern)}):
         digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
+
+
+def compile_command(source: Path, target: str, identity: Identity | None = None, shapes: Sequence[str] = ()) -> str:
+    """The command that compiles ``source`` for ``target``, with the options that an identity has, unquoted.
+
+    ``shapes`` are what was given to each ``--shapes``.
+    """
+    command = f"intaglio compile {shlex.quote(str(source))} --target {target}"
+    for each in shapes:
+        command += f' --shapes "{each}"'
+    for name, value in identity.options.items() if identity is not None else ():
+        # Of a switch, the name is all.
+        command += f" --{name.replace('_', '-')}" + ("" if value == "yes" else f" {value}")
+    if identity is not None and identity.accuracy != "exact":
+        command += f" --accuracy {identity.accuracy}"
+    return command
 
 
 def _short(value: object) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from intaglio.engines.engine import ENGINE_FILE, REPORT_FILE
-from intaglio.engines.identity import Identity, make_identity
+from intaglio.engines.identity import Identity, compile_command, make_identity
 from intaglio.engines.report import Report
 from intaglio.engines.target import target_module
 from intaglio.errors import EngineError
@@ -179,13 +180,9 @@ def read_model_report(folder: Path) -> Report:
 def rebuild_command(folder: Path, info: ModelEngineInfo) -> str:
     """The command that builds this engine again."""
     source = Path(os.path.normpath(folder / info.source))
-    command = f"intaglio compile {source} --target {info.target}"
-    for shapes in info.shapes:
-        command += f' --shapes "{shapes}"'
-    for name, value in info.identity.options.items():
-        command += f" --{name.replace('_', '-')} {value}"
+    command = compile_command(source, info.target, info.identity, info.shapes)
     if folder.parent != engines_folder(source):
-        command += f" -o {folder.parent}"
+        command += f" -o {shlex.quote(str(folder.parent))}"
     return f"`{command}`"
 
 

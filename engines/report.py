@@ -14,11 +14,12 @@ class StageReport(BaseModel):
     ``fallbacks`` names ops of ours that ran as their body of standard ops instead of as a kernel; ``exact_products``
     counts the products that stay exact in a ``fast`` engine, by the format that no fast kernel reads. What kernels ran
     on is ``instruction_set``: the best of the building machine, and another machine takes its own. ``peak_rss_bytes``
-    is that of the building process. Of a Core ML package, ``deployment_target`` is the oldest system that it runs on,
-    ``package_bytes`` its size, ``quantized_bits_per_weight`` those of the weights that are stored packed, tables and
-    scales included, and ``functions`` one for each set of sizes, whose operators are counted together. Of a model that
-    others wrote, ``trial_sizes`` are those of the smallest run. ``notes`` say what else there is to know, such as why
-    there was no trial run.
+    is that of the building process. Of what is built ahead of time ``package_bytes`` is the size, and
+    ``quantized_bits_per_weight`` those of the weights that are stored packed, tables and scales included. Of a Core ML
+    package, ``deployment_target`` is the oldest system that it runs on, and ``functions`` one for each set of sizes,
+    whose operators are counted together; of an engine of TensorRT, ``profiles`` are these. Of a model that others wrote,
+    ``trial_sizes`` are those of the smallest run. ``notes`` say what else there is to know, such as why there was no
+    trial run.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -38,6 +39,7 @@ class StageReport(BaseModel):
     package_bytes: int = 0
     quantized_bits_per_weight: float = 0.0
     functions: tuple[str, ...] = ()
+    profiles: int = 0
     operators: dict[str, int]
     seconds: float
     peak_rss_bytes: int

@@ -28,7 +28,7 @@ class Target(Protocol):
     ``ACCURACIES`` are those it has, ``DOMAINS`` those of whose operators it knows, besides ONNX's own, ``INPUT_DTYPES``
     what its inputs and outputs may be. A stage is built into one file or folder, called ``stage`` + ``SUFFIX``; of an
     ONNX file, the engine ``KEEPS_MODEL`` and builds nothing beside it, or is such a file or folder as well.
-    ``SOURCES`` are the files of this room that decide what is built, as patterns.
+    ``SOURCES`` are the files of this room that decide what is built, as patterns; ``NOTES`` what every report says.
     """
 
     ACCURACIES: tuple[str, ...]
@@ -37,6 +37,7 @@ class Target(Protocol):
     SUFFIX: str
     KEEPS_MODEL: bool
     SOURCES: tuple[str, ...]
+    NOTES: tuple[str, ...]
 
     def compiler(self) -> str:
         """Name and version of what builds. Raises RuntimeMissingError."""
@@ -64,9 +65,18 @@ class Target(Protocol):
         """
 
     def build_model(
-        self, graph: Path, artifact: Path, described: OnnxFile, identity: Identity, given: frozenset[str]
+        self,
+        graph: Path,
+        artifact: Path,
+        described: OnnxFile,
+        identity: Identity,
+        given: frozenset[str],
+        progress: ProgressCallback | None = None,
     ) -> StageReport:
-        """Builds an ONNX file that others wrote; ``given`` are the dims that somebody bounded. Raises CompileError."""
+        """Builds an ONNX file that others wrote; ``given`` are the dims that somebody bounded.
+
+        ``progress`` as of :meth:`build`. Raises CompileError, CancelledError.
+        """
 
     def load(self, name: str, artifact: Path, weights: Path, stage: Interface, identity: Identity, **how: Any) -> Any:
         """A session of a built stage; ``weights`` is the folder of the bundle. Raises EngineError."""
@@ -99,12 +109,6 @@ def session_options(
             )
     given["memory_budget"] = memory_budget if is_on_gpu(target) else None
     return {name: value for name, value in given.items() if value is not None}
-
-
-def option_flags(options: Mapping[str, str]) -> str:
-    """A target's own options as they are given to `intaglio compile`, each behind a space."""
-    flags = ((f" --{name.replace('_', '-')}", value) for name, value in options.items())
-    return "".join(flag if value == "yes" else f"{flag} {value}" for flag, value in flags)
 
 
 def is_on_gpu(target: str) -> bool:

@@ -16,6 +16,7 @@ from intaglio.engines.nvidia.engine_build import (
     DOMAINS,
     INPUT_DTYPES,
     KEEPS_MODEL,
+    NOTES,
     SUFFIX,
     build_engine,
     fit_dims,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from intaglio.exporters.bundle import StageInfo
     from intaglio.progress import ProgressCallback
 
-__all__ = ["ACCURACIES", "DOMAINS", "INPUT_DTYPES", "KEEPS_MODEL", "SUFFIX", "fit_dims"]
+__all__ = ["ACCURACIES", "DOMAINS", "INPUT_DTYPES", "KEEPS_MODEL", "NOTES", "SUFFIX", "fit_dims"]
 
 # Kernels are part of an engine, and lie in another room.
 SOURCES = ("tensorrt.py", "nvidia/*.py", "nvidia/plugins/*.py", "../kernels/cuda/*.py")
@@ -51,8 +52,8 @@ def compiler() -> str:
     # Without a GPU, gigabytes of TensorRT would be of no use.
     find_gpu()
     raise RuntimeMissingError(
-        "TensorRT is not installed. Install it from NVIDIA's index: pip install --extra-index-url "
-        "https://pypi.nvidia.com tensorrt-cu13, or compile for the target tensorrt-rtx"
+        f"TensorRT is not installed: there is none of {', '.join(_WHEELS)}. Install it from NVIDIA's index: pip "
+        "install --extra-index-url https://pypi.nvidia.com tensorrt-cu13, or compile for the target tensorrt-rtx"
     )
 
 
@@ -84,10 +85,15 @@ def build(
 
 
 def build_model(
-    graph: Path, artifact: Path, described: OnnxFile, identity: Identity, given: frozenset[str]
+    graph: Path,
+    artifact: Path,
+    described: OnnxFile,
+    identity: Identity,
+    given: frozenset[str],
+    progress: ProgressCallback | None = None,
 ) -> StageReport:
     """Likewise, of an ONNX file that others wrote."""
-    return build_engine(graph, artifact, described.inputs, identity, None)
+    return build_engine(graph, artifact, described.inputs, identity, progress)
 
 
 def check_runs(*, memory_budget: int | None = None) -> None:

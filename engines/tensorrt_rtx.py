@@ -16,6 +16,7 @@ from intaglio.engines.nvidia.engine_build import (
     DOMAINS,
     INPUT_DTYPES,
     KEEPS_MODEL,
+    NOTES,
     SUFFIX,
     build_engine,
     fit_dims,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from intaglio.exporters.bundle import StageInfo
     from intaglio.progress import ProgressCallback
 
-__all__ = ["ACCURACIES", "DOMAINS", "INPUT_DTYPES", "KEEPS_MODEL", "SUFFIX", "fit_dims"]
+__all__ = ["ACCURACIES", "DOMAINS", "INPUT_DTYPES", "KEEPS_MODEL", "NOTES", "SUFFIX", "fit_dims"]
 
 SOURCES = ("tensorrt_rtx.py", "nvidia/*.py")
 _WHEEL = "tensorrt-rtx-cu13-bindings"
@@ -77,10 +78,15 @@ def build(
 
 
 def build_model(
-    graph: Path, artifact: Path, described: OnnxFile, identity: Identity, given: frozenset[str]
+    graph: Path,
+    artifact: Path,
+    described: OnnxFile,
+    identity: Identity,
+    given: frozenset[str],
+    progress: ProgressCallback | None = None,
 ) -> StageReport:
     """Likewise, of an ONNX file that others wrote."""
-    return build_engine(graph, artifact, described.inputs, identity, None)
+    return build_engine(graph, artifact, described.inputs, identity, progress)
 
 
 def check_runs(*, memory_budget: int | None = None) -> None:

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from intaglio.engines.engine import Engine
+from intaglio.engines.engine import Engine, rebuild_command
 from intaglio.engines.nvidia.refit import BaseWeights, LoraTerm
-from intaglio.engines.target import option_flags
 from intaglio.errors import EngineError, InputError
 from intaglio.exporters.checkpoints.lora import Adapter, LoraModule, check_finite, open_adapter
 from intaglio.exporters.checkpoints.tensors import CheckpointTensor
@@ -52,9 +51,10 @@ class Adapters:
                 "the bundle with --lora"
             )
         if engine.options.get("refit") != "yes":
+            again = f"{rebuild_command(engine.bundle_path, 'tensorrt', engine.info).removesuffix('`')} --refit`"
             raise EngineError(
                 f"{engine.path}: was compiled without --refit, so that no adapter can change it; build again with "
-                f"`intaglio compile {engine.bundle_path} --target tensorrt{option_flags(engine.options)} --refit`"
+                f"{again}"
             )
         weights = {
             stage: BaseWeights(engine.bundle_path / described.file).names

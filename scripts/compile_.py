@@ -29,12 +29,13 @@ def compile_(
         list[str] | None,
         typer.Option(
             metavar="NAME=VALUE|MIN:OPT:MAX,…",
-            help="Override sizes of the dims table, which `inspect` shows. coreml: repeatable, a function for each.",
+            help="Override sizes of the dims table, which `inspect` shows. Repeatable: coreml has a function for each, "
+            "tensorrt and tensorrt-rtx an optimisation profile.",
         ),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="coreml: float16 narrows a float32 bundle or model. Default: as the graph has it."),
+        typer.Option(help="All but cpu: float16 narrows a float32 bundle or model. Default: as the graph has it."),
     ] = None,
     deployment_target: Annotated[
         str | None, typer.Option(help="coreml: the oldest system to run on, iOS18 (the default) or iOS26.")
@@ -105,11 +106,25 @@ _PACKAGE_COLUMNS: dict[str, Callable[[StageReport], object]] = {
     "seconds": _COLUMNS["seconds"],
     "peak": _COLUMNS["peak"],
 }
+# Of these nothing is known but what TensorRT was given.
+_HANDED_COLUMNS: dict[str, Callable[[StageReport], object]] = {
+    "dtypes": _COLUMNS["dtype"],
+    "weights": _COLUMNS["weights"],
+    "bits/weight": _COLUMNS["bits/weight"],
+    "of packed ones": _PACKAGE_COLUMNS["of packed ones"],
+    "attention as one op": _COLUMNS["attention fused"],
+    "profiles": lambda stage: stage.profiles,
+    "engine": lambda stage: human_bytes(stage.package_bytes),
+    "seconds": _COLUMNS["seconds"],
+    "peak": _COLUMNS["peak"],
+}
 
 
 def print_report(report: Report) -> None:
     """The report as a table on stdout."""
-    columns = _PACKAGE_COLUMNS if any(stage.package_bytes for stage in report.stages.values()) else _COLUMNS
+    stages = report.stages.values()
+    columns = _PACKAGE_COLUMNS if any(stage.package_bytes for stage in stages) else _COLUMNS
+    columns = _HANDED_COLUMNS if any(stage.profiles for stage in stages) else columns
     rows = [(name, *(cell(stage) for cell in columns.values())) for name, stage in report.stages.items()]
     sets = {stage.instruction_set for stage in report.stages.values()} - {""}
     kernels = f"; kernels for {', '.join(sorted(sets))}" if sets else ""

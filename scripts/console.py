@@ -61,7 +61,7 @@ PackTernary = Annotated[
         "--pack-ternary", help="Pack the dense matrices of the blocks into 2 bits, which must be exactly ternary."
     ),
 ]
-Target = Annotated[str, typer.Option(help="What to compile for or run on: cpu, coreml, tensorrt, tensorrt-rtx, cuda.")]
+Target = Annotated[str, typer.Option(help="What to compile for or run on: cpu, coreml, tensorrt-rtx, tensorrt, cuda.")]
 Threads = Annotated[int, typer.Option(min=0, max=1024, help="Threads to run with; 0 takes one a core.")]
 
 
@@ -153,7 +153,7 @@ def _cell(value: object) -> str:
 def progress_bar(*, quiet: bool = False) -> Iterator[ProgressCallback | None]:
     """A callback that shows a bar with the time so far and the time left, once the work has run for a second.
 
-    Where stderr is no terminal, a line every ten seconds.
+    Where stderr is no terminal, a line every ten seconds. Notes are told at once.
     """
     if quiet:
         yield None
@@ -187,6 +187,8 @@ def _live_bar() -> Iterator[ProgressCallback]:
         if event.task not in tasks:
             tasks[event.task] = bar.add_task(event.task, total=event.total)
         bar.update(tasks[event.task], completed=event.done)
+        if event.note:
+            say(event.note)  # above the bar
 
     clock.start()
     try:
@@ -202,6 +204,8 @@ def _log_lines() -> ProgressCallback:
     said: dict[str, float] = {}
 
     def show(event: ProgressEvent) -> None:
+        if event.note:
+            say(event.note)
         now = time.monotonic()
         start = begun.setdefault(event.task, now)
         if event.done and now - said.get(event.task, start) >= 10:

@@ -32,6 +32,7 @@ INPUT_DTYPES = frozenset(
 )
 SUFFIX = ".mlpackage"
 KEEPS_MODEL = False
+NOTES: tuple[str, ...] = ()
 # What runs packages has no part in building them; of the evaluator, what the report's counts are read with has.
 _RUNS = ("cache_calls.py", "models.py", "session.py", "supported.py")
 _HERE = Path(__file__).parent
@@ -83,7 +84,12 @@ def build(
 
 
 def build_model(
-    graph: Path, artifact: Path, described: OnnxFile, identity: Identity, given: frozenset[str]
+    graph: Path,
+    artifact: Path,
+    described: OnnxFile,
+    identity: Identity,
+    given: frozenset[str],
+    progress: ProgressCallback | None = None,
 ) -> StageReport:
     """Likewise, of an ONNX file that others wrote."""
     return _build(graph, artifact, described, identity, is_foreign=True)

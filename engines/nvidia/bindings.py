@@ -16,10 +16,11 @@ def import_tensorrt_rtx() -> Any:
     for name in ("tensorrt_rtx", "tensorrt_rtx_bindings"):
         try:
             return importlib.import_module(name)
-        except ImportError as error:
+        except (ImportError, OSError) as error:  # the latter where the bindings are there and the libraries are not
             reason = error
     raise RuntimeMissingError(
-        f"TensorRT for RTX cannot be imported ({reason}). Install intaglio with its extra `tensorrt-rtx`: "
+        f"TensorRT for RTX cannot be imported ({reason}). It is in two packages, tensorrt-rtx-cu13-bindings and "
+        "tensorrt-rtx-cu13-libs. Install intaglio with its extra `tensorrt-rtx`: "
         "from a checkout, pip install '.[tensorrt-rtx]'"
     ) from reason
 

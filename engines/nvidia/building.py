@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import tempfile
@@ -17,11 +18,14 @@ from intaglio.engines.graph_stats import activation_dtype, count_nodes
 from intaglio.engines.lowering.external_weights import write_graph
 from intaglio.engines.lowering.narrow_dtype import NarrowDtypePass, broken_constants
 from intaglio.engines.memory import peak_rss_bytes
+from intaglio.engines.model_engine import ModelTensor
 from intaglio.engines.nvidia.bindings import import_tensorrt, import_tensorrt_rtx
 from intaglio.engines.nvidia.full import has_few_rows, mark_refittable, refittable
+from intaglio.engines.nvidia.limits import check_capabilities, check_memory
 from intaglio.engines.nvidia.lower import lower
-from intaglio.engines.nvidia.options import BFLOAT16_SINCE, INT4_SINCE, FullOptions, RtxOptions
-from intaglio.engines.nvidia.profiles import Range, profile
+from intaglio.engines.nvidia.monitor import can_watch_memory, memory_watched, progress_monitor
+from intaglio.engines.nvidia.options import FullOptions, RtxOptions
+from intaglio.engines.nvidia.profiles import Range, profiles_of
 from intaglio.engines.nvidia.stats import handed_over
 from intaglio.engines.nvidia.timing_cache import TimingCache
 from intaglio.engines.shapes import Tensor, largest_sizes
@@ -50,29 +54,34 @@ def build(
     key-value cache becomes buffers of ``context`` tokens. For full TensorRT, ``measured`` are the compiler and the
     device. Raises CompileError.
     """
+    name, is_rtx = graph.stem, isinstance(options, RtxOptions)
+    # First, since what is missing is then known before any work is done.
+    trt = import_tensorrt_rtx() if is_rtx else import_tensorrt()
+    # Before lowering, which takes apart those that have no kernel.
+    attentions = count_nodes(load_graph(graph), "Attention")
     model, notes = lowered_model(graph, options, context, [largest_sizes(each) for each in variants])
-    profiles = [profile(lowered_inputs(model, inputs), dims) for dims in variants]
+    profiles = profiles_of(lowered_inputs(model, inputs), variants)
     handed = handed_over(model)
+    memory = ""
     if isinstance(options, RtxOptions):
-        _check_capabilities(graph.stem, handed.dtypes, options.sm)
+        notes += check_capabilities(name, model, options.sm)
+        memory = check_memory(name, handed.weight_bytes)
     exchanged = refittable(model) if isinstance(options, FullOptions) and options.refit else []
     with tempfile.TemporaryDirectory(prefix=".lowered-", dir=artifact.parent) as folder:
-        lowered = Path(folder) / f"{graph.stem}.onnx"
-        write_graph(model, lowered)
+        lowered = Path(folder) / f"{name}.onnx"
+        say_progress(f"lower {name}", 0, max(handed.weight_bytes, 1), "bytes", memory)
+        write_graph(model, lowered, lambda done, total: say_progress(f"lower {name}", done, max(total, 1), "bytes"))
         del model
-        if isinstance(options, RtxOptions):
-            plan = _build_plan(import_tensorrt_rtx(), graph.stem, lowered, profiles, options)
-        else:
-            timing = TimingCache(*measured)
-            plan = _build_plan(import_tensorrt(), graph.stem, lowered, profiles, options, exchanged, timing)
+        timing = None if is_rtx else TimingCache(*measured)
+        plan = _build_plan(trt, name, lowered, profiles, options, handed.weight_bytes, exchanged, timing)
         artifact.write_bytes(plan)
     return {
         **handed.for_report(),
-        # Lowering takes apart those that have no kernel.
-        "attention_total": count_nodes(ir.load(graph), "Attention"),
+        "attention_total": attentions,
         "fallbacks": {},
-        "notes": notes,
+        "notes": [*notes, *handed.notes()],
         "package_bytes": artifact.stat().st_size,
+        "profiles": len(profiles),
     }
 
 
@@ -112,21 +121,13 @@ def lowered_inputs(model: ir.Model, declared: Sequence[Tensor]) -> list[TensorIn
     return result
 
 
-def _check_capabilities(name: str, dtypes: Sequence[str], sm: Sequence[int]) -> None:
-    for dtype, since in (("int4", INT4_SINCE), ("bfloat16", BFLOAT16_SINCE)):
-        if dtype in dtypes and (older := [each for each in sm if each < since]):
-            raise CompileError(
-                f"{name}: holds {dtype}, which compute capability {older[0] / 10} lacks; it begins at {since / 10}. "
-                f"Leave {older[0]} out of --sm, or compile for another target, such as cpu"
-            )
-
-
 def _build_plan(
     trt: Any,
     name: str,
     lowered: Path,
     profiles: Sequence[Mapping[str, Range]],
     options: Options,
+    weight_bytes: int = 0,
     exchanged: Sequence[str] = (),
     timing: TimingCache | None = None,
 ) -> memoryview:
@@ -139,9 +140,10 @@ def _build_plan(
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, builder.logger)
     if not parser.parse_from_file(str(lowered)):
-        raise CompileError(f"{name}: TensorRT cannot read the graph: {_parser_errors(parser)}")
+        raise CompileError(f"{name}: TensorRT cannot read the graph: {_parser_errors(parser, lowered)}")
     config = builder.create_builder_config()
-    config.progress_monitor = _monitor(trt, name)
+    watches = isinstance(options, RtxOptions) and can_watch_memory()
+    config.progress_monitor = progress_monitor(trt, name, says_steps=not watches)
     if timing is not None:
         timing.attach(config)
     if exchanged:
@@ -152,7 +154,8 @@ def _build_plan(
             config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), i)
     for ranges in profiles:
         config.add_optimization_profile(_profile(builder, network, ranges, name))
-    plan = builder.build_serialized_network(network, config)
+    with memory_watched(name, weight_bytes) if watches else contextlib.nullcontext():
+        plan = builder.build_serialized_network(network, config)
     if plan is None:
         raise CompileError(
             f"{name}: TensorRT cannot build it: {'; '.join(said[-_MOST_SAID:]) or 'it does not say why'}"
@@ -168,6 +171,11 @@ def _profile(builder: Any, network: Any, ranges: Mapping[str, Range], name: str)
         tensor = network.get_input(i)
         if tensor.name not in ranges:
             raise CompileError(f"{name}: lowering made an input {tensor.name!r}, whose sizes nothing says")
+        if tensor.is_shape_tensor:
+            raise CompileError(
+                f"{name}: shapes follow from the values of the input {tensor.name!r}, and TensorRT must know those "
+                "when it builds: make it a constant of the model, or compile for another target, such as cpu"
+            )
         found = ranges[tensor.name]
         if -1 in tuple(tensor.shape):
             made.set_shape(tensor.name, found.min, found.opt, found.max)
@@ -191,32 +199,16 @@ def _logger(trt: Any, said: list[str]) -> Any:
     return Logger()
 
 
-def _monitor(trt: Any, name: str) -> Any:
-    class Monitor(trt.IProgressMonitor):
-        """Tells the parent how far the outermost phase is."""
-
-        def __init__(self) -> None:
-            trt.IProgressMonitor.__init__(self)
-            self._steps: dict[str, int] = {}
-            self._outer = ""
-
-        def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
-            self._steps[phase] = steps
-            if not parent:
-                self._outer = phase
-
-        def step_complete(self, phase: str, step: int) -> bool:
-            if phase == self._outer:
-                say_progress(f"build {name}", step + 1, self._steps[phase], "steps")
-            return True
-
-        def phase_finish(self, phase: str) -> None:
-            self._steps.pop(phase, None)
-
-    return Monitor()
-
-
-def _parser_errors(parser: Any) -> str:
+def _parser_errors(parser: Any, lowered: Path) -> str:
+    """What the parser has no operator for, all of it, or else what it says."""
+    nodes = [node for node in ir.load(lowered).graph.all_nodes() if not node.domain]
+    missing: dict[str, list[str]] = {}
+    for node in nodes:
+        if not parser.supports_operator(node.op_type):
+            missing.setdefault(node.op_type, []).append(node.name or str(node.outputs[0].name))
+    if missing:
+        listed = "; ".join(f"{op} (node {_listed(names)})" for op, names in missing.items())
+        return f"it has no operator {listed}. Compile for another target, such as cpu"
     errors = [parser.get_error(i) for i in range(parser.num_errors)]
     return "; ".join(
         f"{error.desc()} (node {error.node_name() or error.node()}, {error.node_operator() or 'no op'})"
@@ -224,12 +216,17 @@ def _parser_errors(parser: Any) -> str:
     )
 
 
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_SAID} more" if len(names) > _MOST_SAID else ""
+    return ", ".join(names[:_MOST_SAID]) + more
+
+
 def main() -> int:
     """Builds what stdin asks for; 2 and a message on stderr if it cannot be built."""
     end_with_parent()
     request = json.load(sys.stdin)
     graph, artifact = Path(request["graph"]), Path(request["artifact"])
-    inputs = [TensorInfo.model_validate(each) for each in request["inputs"]]
+    inputs = [ModelTensor.model_validate(each) for each in request["inputs"]]
     dims = [{name: Dim.model_validate(dim) for name, dim in each.items()} for each in request["variants"]]
     kind = FullOptions if request["flavour"] == "tensorrt" else RtxOptions
     options = kind.model_validate(request["options"])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from intaglio.engines.kv_cache import PAST
-from intaglio.engines.shapes import Tensor
+from intaglio.engines.shapes import Tensor, largest_sizes
 from intaglio.errors import InputError
 from intaglio.exporters.bundle import Dim
 
@@ -22,7 +22,8 @@ POSITION, MASK, TOKENS = "position", "attention_mask", "input_ids"
 def context_of(inputs: Sequence[Tensor], dims: Mapping[str, Dim]) -> int:
     """Tokens that the buffers of a stage hold: the most that its dims allow; 0 without a cache that is appended to."""
     has_cache = any(tensor.name.startswith(PAST) for tensor in inputs)
-    return dims["total_sequence"].max if has_cache and "total_sequence" in dims else 0
+    # What past and new tokens come to at most, which may be far less than the table's bound.
+    return largest_sizes(dims)["total_sequence"] if has_cache and "total_sequence" in dims else 0
 
 
 def buffered_feeds(name: str, feeds: Mapping[str, Any], past: int, context: int) -> dict[str, Any]:

@@ -23,6 +23,11 @@ DOMAINS = frozenset({DOMAIN, "com.microsoft"})
 INPUT_DTYPES = frozenset({"bool", "float16", "float32", "int8", "uint8", "int32", "int64"})
 SUFFIX = ".engine"
 KEEPS_MODEL = False
+# An engine cannot be looked into without a driver.
+NOTES = (
+    "dtypes, bits and attentions are those of the graphs that TensorRT was given; what it made of them only a machine "
+    "with a GPU can tell",
+)
 
 
 def fit_dims(dims: Mapping[str, Dim], declared: Mapping[str, Dim]) -> dict[str, Dim]:

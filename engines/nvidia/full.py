@@ -18,10 +18,17 @@ _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def has_few_rows(model: ir.Model, largest: Sequence[Mapping[str, int]]) -> bool:
-    """Whether no ternary product has more than 16 rows at the ``largest`` sizes of the dims of any profile."""
+    """Whether no ternary product has more than 16 rows at the ``largest`` sizes of the dims of any profile.
+
+    Not where there are no sizes, of which nothing is known.
+    """
     products = [node for node in model.graph if (node.domain, node.op_type) == (DOMAIN, MANY_ROWS)]
     ternary = [node for node in products if "bits" in node.attributes and node.attributes["bits"].as_int() == 2]
-    return bool(ternary) and all(_rows(node.inputs[0], sizes) <= _FEW for node in ternary for sizes in largest)
+    return (
+        bool(ternary)
+        and bool(largest)
+        and all(_rows(node.inputs[0], sizes) <= _FEW for node in ternary for sizes in largest)
+    )
 
 
 def _rows(x: ir.Value | None, sizes: Mapping[str, int]) -> float:

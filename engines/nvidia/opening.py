@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from intaglio.engines import engine, model_engine
+from intaglio.engines.identity import compile_command
 from intaglio.engines.nvidia.device import Device
 from intaglio.engines.nvidia.options import RTX_CAPABILITIES
 from intaglio.engines.nvidia.plan import Plan
 from intaglio.engines.nvidia.session import GpuSession
 from intaglio.engines.stage_interface import runs_as
-from intaglio.engines.target import option_flags
 from intaglio.errors import EngineError
 from intaglio.exporters.bundle import StageInfo
 
@@ -48,8 +49,13 @@ def open_session(
 
 
 def rebuild_command(weights: Path, identity: Identity) -> str:
-    """The command that builds the engine of the bundle, or of the model, in the folder ``weights``."""
-    return f"`intaglio compile {weights} --target {identity.target}{option_flags(identity.options)}`"
+    """The command that builds the engine again, of the bundle or of the model in the folder ``weights``."""
+    try:
+        if model_engine.is_model_engine(weights.parent):
+            return model_engine.rebuild_command(weights.parent, model_engine.read_model_engine(weights.parent))
+        return engine.rebuild_command(weights, identity.target, engine.read_engine(weights, identity.target))
+    except EngineError:
+        return f"`{compile_command(weights, identity.target, identity)}`"
 
 
 def check_built_here(identity: Identity, device: str, version: str, again: str) -> None:

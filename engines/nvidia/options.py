@@ -11,8 +11,6 @@ from intaglio.errors import InputError
 
 # What TensorRT for RTX compiles for: consumer GPUs from Turing to Blackwell.
 RTX_CAPABILITIES = (75, 80, 86, 89, 120, 121)
-# The first that has the type, as a compute capability.
-INT4_SINCE = BFLOAT16_SINCE = 80
 
 
 class RtxOptions(BaseModel):
@@ -31,7 +29,7 @@ class RtxOptions(BaseModel):
     def _split(cls, value: object) -> object:
         if not isinstance(value, str):
             return value
-        return sorted({int(part) for part in value.split(",") if part.strip()})
+        return sorted({int(part) for part in value.split(",")})
 
     @field_validator("sm")
     @classmethod

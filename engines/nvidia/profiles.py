@@ -21,6 +21,16 @@ class Range:
     max: Shape
 
 
+def profiles_of(inputs: Sequence[Tensor], variants: Sequence[Mapping[str, Dim]]) -> list[dict[str, Range]]:
+    """The profile of each set of sizes, each once: sets may differ in dims of other stages. Raises CompileError."""
+    found: list[dict[str, Range]] = []
+    for dims in variants:
+        made = profile(inputs, dims)
+        if made not in found:
+            found.append(made)
+    return found
+
+
 def profile(inputs: Sequence[Tensor], dims: Mapping[str, Dim]) -> dict[str, Range]:
     """The profile of these dims, by the names of the inputs. Raises CompileError for a dim without a greatest size."""
     least, best, largest = smallest_sizes(dims), best_sizes(dims), largest_sizes(dims)

@@ -17,6 +17,8 @@ from intaglio.errors import EngineError, InputError
 
 # How the two matrices of a low-rank branch beside a quantized weight are named after their module.
 _DOWN, _UP = "lora_A.weight", "lora_B.weight"
+# Behind the name of a weight that was narrowed.
+_NARROWED = ".float16"
 # Exchanged at a time: what is computed must stay in memory until TensorRT has read it.
 _BATCH_BYTES = 256 << 20
 
@@ -239,7 +241,11 @@ class EngineWeights:
 
     def __init__(self, trt: Any, engine: Any, logger: Any) -> None:
         self._trt, self._refitter = trt, trt.Refitter(engine, logger)
-        self.names: tuple[str, ...] = tuple(self._refitter.get_all_weights())
+        # Names in the engine, by the checkpoint's: one that is narrowed has another, and both may be there.
+        self._stored: dict[str, list[str]] = {}
+        for name in self._refitter.get_all_weights():
+            self._stored.setdefault(name.removesuffix(_NARROWED), []).append(name)
+        self.names = tuple(self._stored)
 
     def __call__(self, arrays: Mapping[str, np.ndarray], current: Callable[[str], np.ndarray]) -> None:
         """Exchanges these weights, in the dtype that the engine has them in, with those that it joined them with.
@@ -249,10 +255,11 @@ class EngineWeights:
         kept: dict[str, np.ndarray] = {}
         try:
             for name, array in arrays.items():
-                self._set(name, array, kept)
+                for stored in self._stored.get(name, [name]):
+                    self._set(stored, array, kept)
             while missing := [name for name in self._refitter.get_missing_weights() if name not in kept]:
-                for name in missing:
-                    self._set(name, current(name), kept)
+                for stored in missing:
+                    self._set(stored, current(stored.removesuffix(_NARROWED)), kept)
             if not self._refitter.refit_cuda_engine():
                 raise EngineError(f"TensorRT cannot exchange {', '.join(list(arrays)[:4])}, …")
         finally:

@@ -305,7 +305,7 @@ class GpuSession:
                 )
 
     def _wider(self, dim: str) -> str:
-        return f'Compile for it, with --shapes "{dim}=MIN:OPT:MAX": {self._again}'
+        return f'Compile for it, with "{dim}=MIN:OPT:MAX" in --shapes: {self._again}'
 
     # --- a cache that is given whole -------------------------------------------------------------------------
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
 from typing import Any
 
 import onnx_ir as ir
@@ -13,7 +13,35 @@ from intaglio.engines.lowering.ternary_plugin import FEW_ROWS, MANY_ROWS
 from intaglio.kernels.grouped_quant import DOMAIN
 
 _IN_WORD = 16
-_QUANTIZED = {ir.DataType.INT4: "int4", ir.DataType.UINT4: "uint4", ir.DataType.INT8: "int8"}
+# A type that more tensors have is the rule, and not what somebody would ask about.
+_MOST_NAMED = 2
+_QUANTIZED = {
+    ir.DataType.INT4: "int4",
+    ir.DataType.UINT4: "uint4",
+    ir.DataType.INT8: "int8",
+    ir.DataType.FLOAT8E4M3FN: "float8e4m3fn",
+    ir.DataType.FLOAT4E2M1: "float4e2m1",
+}
+
+
+@dataclass
+class HeldAs:
+    """``count`` weights of one type in ``tensors``, in ``nbytes`` with their scales."""
+
+    count: int = 0
+    nbytes: int = 0
+    tensors: list[str] = field(default_factory=list)
+
+    def add(self, count: int, nbytes: int, tensor: ir.Value) -> None:
+        """One tensor more."""
+        self.count += count
+        self.nbytes += nbytes
+        self.tensors.append(str(tensor.name))
+
+    def text(self, name: str) -> str:
+        """``28,311,552 as int8 at 8.5 bits (model.embed_tokens.weight)``: tensors are named where they are few."""
+        named = f" ({', '.join(self.tensors)})" if len(self.tensors) <= _MOST_NAMED else ""
+        return f"{self.count:,} as {name} at {round(8 * self.nbytes / self.count, 3):g} bits{named}"
 
 
 @dataclass(frozen=True)
@@ -21,6 +49,7 @@ class HandedOver:
     """``quantized_bytes`` are those of ``quantized_count`` weights that stay packed, their scales included.
 
     ``dtypes`` are those of all weights and of what products compute in, ``attentions`` the nodes of the fused op.
+    ``held_as`` are the weights of each type.
     """
 
     weight_bytes: int
@@ -30,6 +59,11 @@ class HandedOver:
     dtypes: tuple[str, ...]
     attentions: int
     operators: dict[str, int]
+    held_as: dict[str, HeldAs]
+
+    def notes(self) -> list[str]:
+        """For the report: how many weights have which type."""
+        return [f"weights: {'; '.join(held.text(name) for name, held in self.held_as.items())}"] if self.held_as else []
 
     def for_report(self) -> dict[str, Any]:
         """The fields of a stage's report."""
@@ -48,36 +82,45 @@ def handed_over(model: ir.Model) -> HandedOver:
     """Counts what a lowered model holds. Reads no weight."""
     graph = model.graph
     weights = [value for value in graph.initializers.values() if value.const_value is not None]
-    packed = scales = count = 0
-    scale_values = set[ir.Value]()
+    held_as: dict[str, HeldAs] = defaultdict(HeldAs)
+    packed, scales = set[ir.Value](), set[ir.Value]()
     for node in graph.all_nodes():
-        data = node.inputs[0] if node.op_type == "DequantizeLinear" else None
-        if data is not None and data.const_value is not None and data.dtype in _QUANTIZED:
-            packed += _bytes(data)
-            count += _size(data)
-            for value in node.inputs[1:]:
-                if value is not None and value.const_value is not None:
-                    scale_values.add(value)
-    words = set[ir.Value]()
-    for node in graph.all_nodes():
-        # Our plugins read codes of 2 bits out of int32.
-        if node.domain == DOMAIN and node.op_type in (MANY_ROWS, FEW_ROWS) and node.inputs[1] is not None:
-            words.add(node.inputs[1])
-            scale_values.update(value for value in node.inputs[2:] if value is not None)
-    packed += sum(map(_bytes, words))
-    count += sum(_IN_WORD * _size(value) for value in words)
-    scales = sum(map(_bytes, scale_values))
+        data, per_value, name = _packed_by(node)
+        if data is None or data in packed:
+            continue
+        own = {value for value in node.inputs[1:] if value is not None and value.const_value is not None} - {data}
+        held_as[name].add(_size(data) * per_value, _bytes(data) + sum(map(_bytes, own - scales)), data)
+        packed.add(data)
+        scales |= own
+    quantized = HeldAs(sum(held.count for held in held_as.values()), sum(held.nbytes for held in held_as.values()))
+    dense = [value for value in weights if value not in packed and value not in scales]
+    for value in sorted(dense, key=_size, reverse=True):
+        if _size(value) and value.dtype is not None and value.dtype.is_floating_point():
+            held_as[_name(value.dtype)].add(_size(value), _bytes(value), value)
     return HandedOver(
         weight_bytes=sum(map(_bytes, weights)),
-        weight_count=sum(
-            _size(value) * (_IN_WORD if value in words else 1) for value in weights if value not in scale_values
-        ),
-        quantized_bytes=packed + scales,
-        quantized_count=count,
+        weight_count=quantized.count + sum(map(_size, dense)),
+        quantized_bytes=quantized.nbytes,
+        quantized_count=quantized.count,
         dtypes=_dtypes(graph, weights),
         attentions=sum(node.op_type == "Attention" for node in graph.all_nodes()),
         operators=dict(Counter(node.op_type for node in graph.all_nodes()).most_common()),
+        held_as=dict(held_as),
     )
+
+
+def _packed_by(node: ir.Node) -> tuple[ir.Value | None, int, str]:
+    """Of a node that reads packed weights: these, how many are in each of its values, and what they are called."""
+    if node.op_type == "DequantizeLinear":
+        data, per_value = node.inputs[0], 1
+        name = _QUANTIZED.get(data.dtype) if data is not None and data.dtype is not None else None
+    elif node.domain == DOMAIN and node.op_type in (MANY_ROWS, FEW_ROWS):
+        # Our plugins read codes of 2 bits out of int32.
+        data, per_value, name = node.inputs[1], _IN_WORD, "codes of 2 bits"
+    else:
+        return None, 0, ""
+    is_weight = data is not None and data.const_value is not None and name is not None
+    return (data, per_value, name or "") if is_weight else (None, 0, "")
 
 
 def _dtypes(graph: ir.Graph, weights: list[ir.Value]) -> tuple[str, ...]:

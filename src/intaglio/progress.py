@@ -12,12 +12,16 @@ from intaglio.errors import CancelledError
 
 @dataclass(frozen=True)
 class ProgressEvent:
-    """``done`` of ``total`` units of ``task``; units are bytes for weights, tokens for text, stages for builds."""
+    """``done`` of ``total`` units of ``task``; units are bytes for weights, tokens for text, stages for builds.
+
+    ``note`` is something to be told at once, such as the memory that the task will take.
+    """
 
     task: str
     done: int
     total: int
     unit: str
+    note: str = ""
 
 
 # Returns False (or NumPy's) to cancel; anything else goes on.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny_checkpoint
 from gpu_stand_in import TensorRT, stand_in
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 import intaglio
@@ -56,8 +56,6 @@ def writer(trt: TensorRT, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def merged_scores(adapters: Mapping[Path, float], folder: Path) -> tuple[float, ...]:
     """What the CPU's engine makes of a checkpoint that has the adapters in its weights, summed in float64."""
-    from safetensors.numpy import load_file
-
     weights = {name: array.astype(np.float64) for name, array in tiny_checkpoint.tensors().items()}
     for file, strength in adapters.items():
         held = load_file(file)
@@ -142,13 +140,11 @@ def test_a_half_engine_rounds_once(trt: TensorRT, adapters: Mapping[str, Path], 
     pipe.score(TEXT)
     engine = pipe._sessions["score"]._plan._engine
     weights, held = tiny_checkpoint.tensors(), adapters["a"]
-    from safetensors.numpy import load_file
-
     pairs = load_file(held)
     for module in MODULES["a"]:
         product = pairs[f"{module}.lora_B.weight"] @ pairs[f"{module}.lora_A.weight"]
         expected = weights[f"{module}.weight"].astype(np.float64) + 0.7 * ALPHA / RANK * product
-        found = engine.model.graph.initializers[f"{module}.weight"].const_value.numpy()
+        found = engine.model.graph.initializers[f"{module}.weight.float16"].const_value.numpy()
         assert found.dtype == np.float16
         np.testing.assert_allclose(found, expected, rtol=2.0**-11, atol=1e-6)
     with pytest.raises(InputError, match="has values that float16 does not hold; give them less"):

@@ -599,7 +599,7 @@ def stand_in(patch: pytest.MonkeyPatch, target: str = "tensorrt-rtx", **driver: 
         return subprocess.CompletedProcess([], code, said.getvalue(), "")
 
     def plan(
-        trt: Any, name: str, graph: Path, profiles: Any, options: Any, exchanged: Any = (), timing: Any = None
+        trt: Any, name: str, graph: Path, profiles: Any, options: Any, weight_bytes: int, exchanged: Any, timing: Any
     ) -> Any:
         return write_plan(graph, profiles, exchanged)
 

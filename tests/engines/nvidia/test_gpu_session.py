@@ -213,7 +213,9 @@ def test_the_profile_that_fits_and_sizes_that_none_does(tmp_path: Path) -> None:
         check(opened.session.run(given), given)
     with pytest.raises(InputError, match=r"double: rows is 4, and the engine was compiled for 1 to 2 and 6 to 8\. .*"):
         opened.session.run(feeds(4))
-    message = r'rows is 9, .* compiled for 1 to 8\. Compile for it, with --shapes "rows=MIN:OPT:MAX": `intaglio compile'
+    message = (
+        r'rows is 9, .* compiled for 1 to 8\. Compile for it, with "rows=MIN:OPT:MAX" in --shapes: `intaglio compile'
+    )
     with pytest.raises(InputError, match=message):
         opened.session.run(feeds(9))
     with pytest.raises(InputError, match="x is float64, expected float32"):

@@ -14,7 +14,7 @@ import tiny_checkpoint
 import intaglio
 from intaglio.engines import tensorrt
 from intaglio.engines.identity import _lowering_hash
-from intaglio.engines.nvidia import build, gpu, plugins
+from intaglio.engines.nvidia import building, gpu, plugins
 from intaglio.engines.nvidia.full import has_few_rows, refittable
 from intaglio.engines.nvidia.options import FullOptions
 from intaglio.engines.nvidia.profiles import Range
@@ -82,7 +82,7 @@ def test_the_options() -> None:
 
 def test_a_change_of_the_kernels_changes_the_engines() -> None:
     found = [file for pattern in tensorrt.SOURCES for file in Path(tensorrt.__file__).parent.glob(pattern)]
-    assert {"ternary.py", "plugins.py", "ptx.py", "plugin.py", "build.py"} <= {file.name for file in found}
+    assert {"ternary.py", "plugins.py", "ptx.py", "plugin.py", "building.py"} <= {file.name for file in found}
     assert _lowering_hash("tensorrt") != _lowering_hash("tensorrt-rtx")
 
 
@@ -125,13 +125,14 @@ def test_rows_of_every_profile_choose_the_plugin() -> None:
     assert has_few_rows(model, [{"batch": 1, "tokens": 1}, {"batch": 2, "tokens": 8}])
     assert not has_few_rows(model, [{"batch": 1, "tokens": 1}, {"batch": 1, "tokens": 17}])
     assert not has_few_rows(model, [{"batch": 1}])
+    assert not has_few_rows(model, []), "of which nothing is known"
 
 
 @pytest.mark.parametrize(("tokens", "op_type"), [(16, "GroupedQuantMatMulFewRows"), (512, "GroupedQuantMatMul")])
 def test_what_tensorrt_is_given(tmp_path: Path, tokens: int, op_type: str) -> None:
     path = tmp_path / "model.onnx"
     ir.save(_model(), path)
-    model, notes = build.lowered_model(path, FullOptions(), [{"batch": 1, "tokens": tokens}])
+    model, notes = building.lowered_model(path, FullOptions(), largest=[{"batch": 1, "tokens": tokens}])
     assert op_type in {node.op_type for node in model.graph} and "1 ternary products as a plugin" in notes
     assert refittable(model) == ["a.weight", "b.weight"]
     handed = handed_over(model)
@@ -234,9 +235,11 @@ def test_what_a_build_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     trt, timing = _TensorRt(("a.weight",)), TimingCache("TensorRT", "GPU")
     options = FullOptions(refit=True)
     sizes = {"x": Range((1,), (1,), (1,))}
-    plan = build._build_plan(trt, "stage", tmp_path / "stage.onnx", [sizes], options, ["a.weight"], timing)
+    plan = building._build_plan(
+        trt, "stage", tmp_path / "stage.onnx", [sizes], options, exchanged=["a.weight"], timing=timing
+    )
     assert bytes(plan) == b"plan" and registered == [trt] and trt.flags == 1 << 1
     assert trt.config.flags == ["individual"] and trt.marked == ["a.weight"]
     assert trt.config.profiles == ["profile"] and timing.path.read_bytes() == b"measured"
     with pytest.raises(CompileError, match="does not know the weight 'other'"):
-        build._build_plan(trt, "stage", tmp_path / "stage.onnx", [sizes], options, ["other"], timing)
+        building._build_plan(trt, "stage", tmp_path / "stage.onnx", [sizes], options, exchanged=["other"])
