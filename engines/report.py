@@ -17,9 +17,9 @@ class StageReport(BaseModel):
     is that of the building process. Of what is built ahead of time ``package_bytes`` is the size, and
     ``quantized_bits_per_weight`` those of the weights that are stored packed, tables and scales included. Of a Core ML
     package, ``deployment_target`` is the oldest system that it runs on, and ``functions`` one for each set of sizes,
-    whose operators are counted together; of an engine of TensorRT, ``profiles`` are these. Of a model that others wrote,
-    ``trial_sizes`` are those of the smallest run. ``notes`` say what else there is to know, such as why there was no
-    trial run.
+    whose operators are counted together; of an engine of TensorRT, these are ``profiles``. Of a model that others
+    wrote, ``trial_sizes`` are those of the smallest run. ``notes`` say what else there is to know, such as why there
+    was no trial run.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -128,9 +128,5 @@ def load(
 
 
 def load_for_parity(name: str, artifact: Path, weights: Path, stage: Interface, identity: Identity) -> Any:
-    """The graph that TensorRT was given, run by onnxruntime, with INT4 blocks in the place of plugins.
-
-    Raises EngineError.
-    """
-    options = {name: value for name, value in identity.options.items() if name == "dtype"}
-    return load_lowered(name, weights, stage, identity.model_copy(update={"options": options}))
+    """The graph that TensorRT was given, run by onnxruntime, which is told what plugins compute. Raises EngineError."""
+    return load_lowered(name, weights, stage, identity)

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -18,6 +18,12 @@ from intaglio.errors import OutputError
 from intaglio.exporters.bundle import Bundle, Dim, StageInfo, read_bundle
 from intaglio.runtimes.difference import Difference, measure
 from intaglio.runtimes.flow_matching import step
+
+if TYPE_CHECKING:
+    from intaglio.engines.nvidia.activation_ranges import LargeActivation
+
+# Targets that round every activation to the dtype of the engine, which the graph run for parity need not do.
+ROUNDED_TARGETS = ("tensorrt-rtx", "tensorrt")
 
 
 class Run(Protocol):
@@ -45,8 +51,13 @@ class Side:
     @property
     def dtype(self) -> str:
         """What it computes in: the bundle's dtype, unless the engine was narrowed from that."""
-        options = {} if self.engine is None else self.engine.options
+        options = {} if self.engine is None or self.bundle.dtype != "float32" else self.engine.options
         return options.get("dtype", self.bundle.dtype)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether this is an engine of ``ROUNDED_TARGETS``, of halves."""
+        return self.engine is not None and self.engine.info.target in ROUNDED_TARGETS and self.dtype != "float32"
 
     @property
     def first_dims(self) -> Mapping[str, Dim]:
@@ -66,6 +77,16 @@ class Side:
     def stage(self, name: str) -> StageInfo:
         """What a stage takes and gives: float32 in place of bfloat16, which every side widens."""
         return runs_as(self.bundle.stages[name])
+
+    def large_activations(self, stage: str, feeds: Mapping[str, np.ndarray]) -> tuple[LargeActivation, ...]:
+        """What comes near the end of an engine's halves on a GPU; nothing where that is not looked for.
+
+        Raises InputError, EngineError, RuntimeMissingError.
+        """
+        if self.engine is None or not self.is_rounded:
+            return ()
+        found: tuple[LargeActivation, ...] = self.engine.load_for_parity(stage).large_activations(feeds)
+        return found
 
     def load(self, stage: str) -> Run:
         """The stage, ready to run. Raises EngineError, RuntimeMissingError."""

@@ -138,6 +138,11 @@ def _row(difference: Difference) -> tuple[object, ...]:
 def _say_rest(report: ParityReport, *, quiet: bool) -> None:
     for note in report.notes:
         say(note)
+    for each in report.large_activations:
+        say(
+            f"{each.stage}: {each.name!r}, which {each.op_type} {each.node!r} makes, comes to {each.max_abs:g}; "
+            f"{each.dtype} ends at {each.maximum:g}, and other inputs may go beyond"
+        )
     if report.not_compared:
         say(f"not compared, no file: {some_of(report.not_compared)}", quiet=quiet)
     if report.unmatched:

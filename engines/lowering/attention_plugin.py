@@ -39,7 +39,7 @@ class AttentionPluginPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
         reasons: dict[str, int] = {}
-        for node in [node for node in graph if not node.domain and node.op_type == "Attention"]:
+        for node in [node for node in graph.all_nodes() if not node.domain and node.op_type == "Attention"]:
             reason = self._why(node)
             if reason is None or not _has_kernel(node):
                 continue

@@ -30,10 +30,13 @@ class BlockDequantizePass(ir.passes.InPlacePass):
        are; a product is ``MatMul(x, Transpose(DequantizeLinear(values, scales)))`` in that dtype.
     2. A group's offset, or what its zero point is off the middle, is added as the sum of x over the group times it: a
        second product, in float32, of one column a group.
-    3. A weight becomes dense where that takes no more bits, or where its groups are too odd for blocks.
+    3. A weight becomes dense where that takes no more bits, the offsets of its groups counted in, or where its groups
+       are too odd for blocks. A group's sum costs one multiplication for each of its weights' values, in float32: with
+       many rows that is felt in small groups, and with few rows, which wait for weights, it is not.
 
-    Weights are read when the graph is written. After the call ``notes`` say what the report should: weights that are
-    dense, scales that their dtype does not hold. Raises CompileError for a weight that is not constant.
+    Weights are read when the graph is written. After the call ``notes`` say what the report should: which forms with
+    sums of groups there are and what they take, weights that are dense, scales that their dtype does not hold. Raises
+    CompileError for a weight that is not constant.
     """
 
     def __init__(self) -> None:
@@ -41,6 +44,7 @@ class BlockDequantizePass(ir.passes.InPlacePass):
         self.notes: list[str] = []
         self._blocks: dict[ir.Value, PackedBlocks] = {}
         self._told: set[str] = set()
+        self._with_rests: list[tuple[PackedBlocks, ir.DataType]] = []
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
@@ -49,6 +53,7 @@ class BlockDequantizePass(ir.passes.InPlacePass):
         nodes = [n for n in graph if n.domain == DOMAIN and n.op_type in lower and "bits" in n.attributes]
         for node in nodes:
             lower[node.op_type](graph, node)
+        self.notes += self._forms()
         for op_type in lower:
             model.functions.pop((DOMAIN, op_type, ""), None)
         for name, value in list(graph.initializers.items()):
@@ -75,14 +80,34 @@ class BlockDequantizePass(ir.passes.InPlacePass):
         is_dense = (packed.block < SMALLEST_BLOCK and not packed.is_per_row) or in_blocks >= dtype.bitwidth
         group = packed.format.group_size
         if is_dense:
-            self._tell(packed, f"{packed.name}: dense {dtype.numpy().name}, as its groups of {group} fit no blocks")
-        elif dtype in _HALVES and (error := packed.rounding_of_scales(dtype)) > _LOST[dtype]:
+            fits = packed.block >= SMALLEST_BLOCK or packed.is_per_row
+            why = (
+                f"{in_blocks:g} bits a weight in blocks are no fewer"
+                if fits
+                else f"its groups of {group} fit no blocks"
+            )
+            self._tell(packed, f"{packed.name}: dense {dtype.numpy().name}, as {why}")
+        elif packed.has_rest:
+            self._with_rests.append((packed, dtype))
+        if not is_dense and dtype in _HALVES and (error := packed.rounding_of_scales(dtype)) > _LOST[dtype]:
             self._tell(
                 packed,
                 f"{packed.name}: {dtype.numpy().name} holds its scales with an error of up to {100 * error:.2g} %; "
                 "compile in another dtype if that is too much",
             )
         return is_dense
+
+    def _forms(self) -> list[str]:
+        """What is said of weights whose groups have something added."""
+        kinds: dict[tuple[str, int, int, float], set[str]] = {}
+        for packed, dtype in self._with_rests:
+            bits = packed.bits_per_weight(dtype.bitwidth, _FLOAT_BITS)
+            kind = (packed.dtype.name, packed.format.bits, packed.format.group_size, bits)
+            kinds.setdefault(kind, set()).add(packed.name)
+        return [
+            f"weights of {code} bits in groups of {group} as {name} and a sum a group, {bits:g} bits each: {len(names)}"
+            for (name, code, group, bits), names in kinds.items()
+        ]
 
     def _tell(self, packed: PackedBlocks, note: str) -> None:
         if packed.name not in self._told:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from intaglio.engines.lowering.fuse_nodes import is_standard, only_consumer
+from intaglio.engines.lowering.fuse_nodes import is_standard
 
 TOKENS = 2  # the axis of a cache that grows
 
@@ -57,6 +57,6 @@ def _output_of(value: ir.Value) -> ir.Value | None:
         return value
     for node, _ in value.uses():
         cast = node.outputs[0]
-        if is_standard(node, "Cast") and cast.is_graph_output() and only_consumer(cast) is None:
+        if is_standard(node, "Cast") and cast.is_graph_output() and not cast.uses():
             return cast
     return None

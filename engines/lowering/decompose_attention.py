@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import ml_dtypes
 import onnx_ir as ir
 
 from intaglio.engines.lowering.fuse_nodes import attribute
@@ -17,6 +18,7 @@ from intaglio.errors import CompileError
 
 _SWAP_HEADS = [0, 2, 1, 3]
 _WIDE = ir.DataType.FLOAT
+_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 class DecomposeAttentionPass(ir.passes.InPlacePass):
@@ -36,7 +38,7 @@ class DecomposeAttentionPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
         reasons: dict[str, int] = {}
-        for node in [node for node in graph if not node.domain and node.op_type == "Attention"]:
+        for node in [node for node in graph.all_nodes() if not node.domain and node.op_type == "Attention"]:
             reason = self._why(node)
             if reason is None:
                 continue
@@ -137,8 +139,20 @@ def _softmax(
     if mask is not None and mask.dtype == ir.DataType.BOOL:
         scores = build("Where", [mask, scores, build.scalar(-math.inf, dtype or _WIDE)], dtype)
     elif mask is not None:
-        scores = build("Add", [scores, build.cast(mask, dtype)], dtype)
+        scores = build("Add", [scores, narrowed_mask(build, mask, dtype)], dtype)
     return build.cast(build("Softmax", [build.cast(scores, inner)], inner, axis=-1), dtype)
+
+
+def narrowed_mask(build: GraphBuilder, mask: ir.Value, dtype: ir.DataType | None) -> ir.Value:
+    """A float mask in ``dtype``.
+
+    Half of the least number hides as well as any beyond it, which would be infinite: a row that is hidden as a whole
+    would then be NaN, where it was a mean.
+    """
+    if dtype not in _HALVES or mask.dtype != _WIDE:
+        return build.cast(mask, dtype)
+    least = build.scalar(-float(ml_dtypes.finfo(dtype.numpy()).max) / 2, _WIDE)
+    return build.cast(build("Max", [mask, least], _WIDE, mask.shape), dtype)
 
 
 def causal_mask(build: GraphBuilder, ends: dict[str, ir.Value], past: ir.Value | None = None) -> ir.Value:

@@ -9,6 +9,7 @@ from typing import BinaryIO
 import onnx_ir as ir
 
 from intaglio.engines.lowering.packed_blocks import read_tensor
+from intaglio.errors import CompileError
 
 # Smaller constants stay in the graph: shapes, axes, scalars.
 _INLINE_BYTES = 1024
@@ -20,10 +21,12 @@ def write_graph(model: ir.Model, path: Path, advance: Callable[[int, int], None]
     """Writes ``path`` and, beside it, one file of weights, whose path is given back.
 
     A weight is in memory only while it is written, and one that lies in another file is copied in pieces.
-    ``advance`` is told of the bytes written so far and of all after each weight.
+    ``advance`` is told of the bytes written so far and of all after each weight. Raises CompileError for a file of
+    weights that ends too early.
     """
     weights = path.with_suffix(".data")
-    values = [value for value in model.graph.initializers.values() if value.const_value is not None]
+    graphs = [model.graph, *model.graph.subgraphs()]
+    values = [value for graph in graphs for value in graph.initializers.values() if value.const_value is not None]
     total = sum(value.const_value.nbytes for value in values if value.const_value is not None)
     done = 0
     with weights.open("wb") as file:
@@ -50,7 +53,8 @@ def _written(tensor: ir.TensorProtocol, name: str, file: BinaryIO, path: Path) -
         _copy(tensor, file)
     else:
         file.write(tensor.tobytes())
-    assert file.tell() == offset + tensor.nbytes, f"{name}: wrote {file.tell() - offset} bytes of {tensor.nbytes}"
+    if file.tell() != offset + tensor.nbytes:
+        raise CompileError(f"{name}: there are {file.tell() - offset} bytes of its {tensor.nbytes}; export again")
     return ir.ExternalTensor(
         path.name,
         offset,

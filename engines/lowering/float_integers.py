@@ -24,17 +24,17 @@ class FloatIntegersPass(ir.passes.InPlacePass):
         graph = model.graph
         floats: dict[ir.Value, ir.Value] = {}
         modified = False
-        for node in list(graph):
+        for node in list(graph.all_nodes()):
             if is_standard(node, "DynamicQuantizeLinear") and _feeds_products(node):
                 _quantize(graph, node, floats)
                 modified = True
-        for node in list(graph):
+        for node in list(graph.all_nodes()):
             if not node.domain and node.op_type in _KINDS:
                 _multiply(graph, node, floats)
                 modified = True
-        for node in [node for node in graph if is_standard(node, "DynamicQuantizeLinear")]:
-            if not any(output.uses() or output.is_graph_output() for output in node.outputs):
-                graph.remove(node, safe=True)
+        for node in [node for node in graph.all_nodes() if is_standard(node, "DynamicQuantizeLinear")]:
+            if node.graph is not None and not any(each.uses() or each.is_graph_output() for each in node.outputs):
+                node.graph.remove(node, safe=True)
         for name, value in list(graph.initializers.items()):
             if not value.uses() and not value.is_graph_output() and not value.is_graph_input():
                 del graph.initializers[name]
@@ -56,6 +56,9 @@ def _quantize(graph: ir.Graph, node: ir.Node, floats: dict[ir.Value, ir.Value]) 
     top = build("Max", [build("ReduceMax", [x], _WIDE, [], keepdims=0), zero], _WIDE, [])
     bottom = build("Min", [build("ReduceMin", [x], _WIDE, [], keepdims=0), zero], _WIDE, [])
     step = build("Div", [build("Sub", [top, bottom], _WIDE, []), most], _WIDE, [])
+    # Zeros alone have no step of their own; with any, they are zeros again.
+    is_empty = build("Equal", [step, zero], ir.DataType.BOOL, [])
+    step = build("Where", [is_empty, build.scalar(1.0, _WIDE), step], _WIDE, [])
     middle = build("Round", [build("Div", [build("Sub", [zero, bottom], _WIDE, []), step], _WIDE, [])], _WIDE, [])
     middle = build("Clip", [middle, zero, most], _WIDE, [])
     rows = build("Round", [build("Div", [x, step], _WIDE)], _WIDE)
@@ -100,5 +103,5 @@ def _about_zero(
         return found
     shift = floats[zero] if zero in floats else build.cast(zero, _WIDE)
     if value is node.inputs[0] and shift.shape is not None and shift.shape.rank() == 1 and shift.shape[0] != 1:
-        shift = build("Unsqueeze", [shift, build.int64([-1])], _WIDE)  # one a row
+        shift = build("Reshape", [shift, build.int64([-1, 1])], _WIDE)  # one a row
     return build("Sub", [found, shift], _WIDE, value.shape)

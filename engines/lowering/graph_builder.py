@@ -9,11 +9,15 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir import convenience
 
+from intaglio.errors import CompileError
+
 
 class GraphBuilder:
     """Collects the nodes that take the place of one; their values are named after ``name``.
 
-    A call adds a node and gives its output, of ``dtype`` and, where it is given, of ``shape``.
+    Constants are added to ``graph``, the main one, which the body of an If or a Loop reads as well; nodes to the graph
+    that the replaced node is in. A call adds a node and gives its output, of ``dtype`` and, where it is given, of
+    ``shape``.
     """
 
     def __init__(self, graph: ir.Graph, name: str) -> None:
@@ -42,9 +46,12 @@ class GraphBuilder:
         return value if value.dtype == dtype else self("Cast", [value], dtype, value.shape, to=dtype)
 
     def initializer(self, tensor: ir.TensorProtocol) -> ir.Value:
-        """A constant of the tensor's name, the one of that name if there is one."""
+        """A constant of the tensor's name, the one of that name if a builder has made it before."""
         assert tensor.name, "a constant has a name"
-        if tensor.name not in self._graph.initializers:
+        known = self._graph.initializers.get(tensor.name)
+        if known is not None and (known.dtype != tensor.dtype or list(known.shape or ()) != list(tensor.shape.numpy())):
+            raise CompileError(f"the graph has a constant {tensor.name!r}, which lowering adds another of; rename it")
+        if known is None:
             value = ir.Value(
                 name=tensor.name,
                 type=ir.TensorType(tensor.dtype),
@@ -56,22 +63,33 @@ class GraphBuilder:
 
     def int64(self, values: Sequence[int]) -> ir.Value:
         """A vector of int64."""
-        name = "int64." + "_".join(map(str, values))
+        name = "int64.vector." + "_".join(map(str, values))
         return self.initializer(ir.tensor(np.array(values, np.int64), name=name))
 
     def scalar(self, value: float, dtype: ir.DataType) -> ir.Value:
         """One number in ``dtype``."""
-        name = f"{dtype.name.lower()}.{value!r}"
+        name = f"{dtype.name.lower()}.scalar.{value!r}"
         return self.initializer(ir.Tensor(np.array(value, dtype.numpy()), dtype=dtype, name=name))
+
+    def insert_before(self, node: ir.Node) -> None:
+        """Puts what was collected before ``node``, which stays."""
+        _graph_of(node).insert_before(node, self._nodes)
+        self._nodes = []
 
     def insert_after(self, node: ir.Node) -> None:
         """Puts what was collected behind ``node``, which stays."""
-        self._graph.insert_after(node, self._nodes)
+        _graph_of(node).insert_after(node, self._nodes)
         self._nodes = []
 
     def replace(self, node: ir.Node, *outputs: ir.Value) -> None:
         """Puts what was collected where ``node`` was; its outputs, as many as there are ``outputs``, become these."""
         convenience.replace_nodes_and_values(
-            self._graph, node, [node], self._nodes, node.outputs[: len(outputs)], outputs
+            _graph_of(node), node, [node], self._nodes, node.outputs[: len(outputs)], outputs
         )
         self._nodes = []
+
+
+def _graph_of(node: ir.Node) -> ir.Graph:
+    graph = node.graph
+    assert isinstance(graph, ir.Graph), "what is replaced is in a graph, and functions of others are inlined"
+    return graph

@@ -1,4 +1,4 @@
-"""Computes a float32 graph in float16, but for what needs more."""
+"""Computes a float32 graph in float16 or bfloat16, but for what needs more."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from intaglio.errors import CompileError
 from intaglio.kernels.grouped_quant import DOMAIN
 
 _HALF, _FLOAT = ir.DataType.FLOAT16, ir.DataType.FLOAT
+_DTYPES = (_HALF, ir.DataType.BFLOAT16)
 _MAX = 65504.0
 # What is computed of constants and has no more elements is made a constant.
 _FOLDED_ELEMENTS = 2**16
 
 
 class NarrowDtypePass(ir.passes.InPlacePass):
-    """Turns the float32 of a graph into ``dtype``, which is float16: weights and activations.
+    """Turns the float32 of a graph into ``dtype``, float16 or bfloat16: weights and activations.
 
     1. The dtypes of inputs and outputs stay as they are: what is inside is cast at the border.
     2. Float32 islands: softmax (that of an Attention by ``softmax_precision``), the statistics of norms and all other
        sums over many values, what follows from integers alone (positions, angles, masks), what integers are made of, a
        quantized product that makes an output of the graph (logits).
     3. A residual sum whose branch is gated is clipped to finite values, as our float16 graphs clip it.
-    4. What reads a constant that float16 does not hold, and what reads that, stays float32 up to where a softmax, a
-       norm or the like makes it small again, or a sum large. ``kept`` has such nodes, and those whose op has no
-       float16, by name with the reason. An Attention takes such a mask in float32 and is float16 otherwise.
+    4. What reads a constant that the dtype does not hold, and what reads that, stays float32 up to where a softmax, a
+       norm or the like makes it small again, or a sum large. ``kept`` has such nodes, and those whose op does not take
+       the dtype, by name with the reason. An Attention takes such a mask in float32 and is narrow otherwise.
 
     ``broken`` has what a graph's own float16 constants have lost already: see :func:`broken_constants`. Functions other
     than ours are inlined. Raises CompileError where a dtype is not known.
@@ -44,8 +45,9 @@ class NarrowDtypePass(ir.passes.InPlacePass):
 
     def __init__(self, dtype: ir.DataType) -> None:
         super().__init__()
-        if dtype != _HALF:
-            raise ValueError(f"graphs are narrowed to float16; found {dtype.name.lower()}")
+        if dtype not in _DTYPES:
+            raise ValueError(f"graphs are narrowed to float16 and bfloat16; found {dtype.name.lower()}")
+        self._dtype = dtype
         self.kept: dict[str, str] = {}
         self.broken: dict[str, str] = {}
 
@@ -58,13 +60,13 @@ class NarrowDtypePass(ir.passes.InPlacePass):
         _fold_floats(model.graph, opsets[""])
         outputs = [i for i, output in enumerate(model.graph.outputs) if output.dtype == _FLOAT]
         residuals = [node for node in model.graph if _is_gated_sum(node)]
-        islands = Islands(model.graph, opsets)
-        narrowed = _Narrowing(model.graph, islands).run()
+        islands = Islands(model.graph, opsets, self._dtype)
+        narrowed = _Narrowing(model.graph, islands, self._dtype).run()
         self.kept = dict(islands.kept)
         for node in residuals:
-            if node.outputs[0].dtype == _HALF:
+            if node.outputs[0].dtype == self._dtype == _HALF:
                 _clip(model.graph, node.outputs[0])
-        _cast_outputs(model.graph, outputs)
+        _cast_outputs(model.graph, outputs, self._dtype)
         RemoveUnusedNodesPass()(model)
         return ir.passes.PassResult(model, modified=narrowed)
 
@@ -154,9 +156,10 @@ def _is_small_constant(value: ir.Value) -> bool:
 class _Narrowing:
     """The rewriting of one graph."""
 
-    def __init__(self, graph: ir.Graph, islands: Islands) -> None:
-        self._graph, self._islands = graph, islands
-        # By the value as it was: its float16 and, where its node gives float16 now, its float32.
+    def __init__(self, graph: ir.Graph, islands: Islands, dtype: ir.DataType) -> None:
+        self._graph, self._islands, self._dtype = graph, islands, dtype
+        self._suffix = dtype.numpy().name
+        # By the value as it was: its narrow form and, where its node gives that now, its float32.
         self._halves: dict[ir.Value, ir.Value] = {}
         self._floats: dict[ir.Value, ir.Value] = {}
 
@@ -185,7 +188,7 @@ class _Narrowing:
             return False
         for output, narrows in zip(node.outputs, outputs, strict=True):
             if narrows and output.dtype == _FLOAT:
-                output.dtype = _HALF
+                output.dtype = self._dtype
                 self._halves[output] = output
         if is_standard(node, "Attention"):
             node.attributes["softmax_precision"] = ir.AttrInt64("softmax_precision", _FLOAT)
@@ -229,7 +232,7 @@ class _Narrowing:
             return self._weight(value)
         if node is not None and self._islands.kind(value) is Kind.CONSTANT and len(node.outputs) == 1:
             return self._constant(value, node)
-        return self._cast(value, _HALF, "float16")
+        return self._cast(value, self._dtype, self._suffix)
 
     def _constant(self, value: ir.Value, node: ir.Node) -> ir.Value:
         """What follows from weights: a transposed one is made of the narrowed weight, a product is rounded after."""
@@ -237,21 +240,25 @@ class _Narrowing:
         if node.op_type not in (*MOVES, "Cast") or not all(
             takes[i] for i, v in enumerate(node.inputs) if v is not None and v.dtype == _FLOAT
         ):
-            return self._cast(value, _HALF, "float16")
+            return self._cast(value, self._dtype, self._suffix)
         inputs = [self._half(v) if v is not None and v.dtype == _FLOAT else v for v in node.inputs]
         attributes = {name: a for name, a in node.attributes.items() if not (node.op_type == "Cast" and name == "to")}
         if node.op_type == "Cast":
-            attributes["to"] = ir.AttrInt64("to", _HALF)
+            attributes["to"] = ir.AttrInt64("to", self._dtype)
         made = ir.Node(node.domain, node.op_type, inputs, attributes=list(attributes.values()))
         self._graph.insert_before(node, made)
-        return _named(made.outputs[0], value, _HALF, "float16")
+        return _named(made.outputs[0], value, self._dtype, self._suffix)
 
     def _weight(self, value: ir.Value) -> ir.Value:
         held = value.const_value
         assert held is not None
-        half = ir.Value(name=f"{value.name}.float16", type=ir.TensorType(_HALF), shape=value.shape)
+        dtype = self._dtype
+        half = ir.Value(name=f"{value.name}.{self._suffix}", type=ir.TensorType(dtype), shape=value.shape)
         half.const_value = ir.LazyTensor(
-            lambda: ir.tensor(_rounded(held), name=half.name), _HALF, value.shape or ir.Shape([]), name=half.name
+            lambda: ir.tensor(_rounded(held, dtype), name=half.name),
+            dtype,
+            ir.Shape(held.shape.numpy()),
+            name=half.name,
         )
         self._graph.register_initializer(half)
         return half
@@ -266,9 +273,9 @@ class _Narrowing:
         return _named(cast.outputs[0], value, dtype, suffix)
 
 
-def _rounded(tensor: ir.TensorProtocol) -> np.ndarray:
+def _rounded(tensor: ir.TensorProtocol, dtype: ir.DataType) -> np.ndarray:
     with np.errstate(over="ignore", under="ignore"):  # a bound that is none; small weights among larger ones
-        rounded = tensor.numpy().astype(np.float16)
+        rounded = tensor.numpy().astype(dtype.numpy())
     forget(tensor)
     return rounded
 
@@ -278,17 +285,17 @@ def _named(made: ir.Value, like: ir.Value, dtype: ir.DataType, suffix: str) -> i
     return made
 
 
-def _cast_outputs(graph: ir.Graph, indices: Sequence[int]) -> None:
-    """Of these outputs those that became float16 are cast back, under their names."""
+def _cast_outputs(graph: ir.Graph, indices: Sequence[int], dtype: ir.DataType) -> None:
+    """Of these outputs those that became narrow are cast back, under their names."""
     for i in indices:
         output = graph.outputs[i]
-        if output.dtype != _HALF:
+        if output.dtype != dtype:
             continue
         cast = ir.node("Cast", [output], {"to": _FLOAT})
         graph.append(cast)
         wide = cast.outputs[0]
         wide.dtype, wide.shape, wide.name = _FLOAT, output.shape, output.name
-        output.name = f"{output.name}.float16"
+        output.name = f"{output.name}.{dtype.numpy().name}"
         graph.outputs[i] = wide
 
 

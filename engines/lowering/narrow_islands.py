@@ -1,6 +1,6 @@
-"""Which nodes of a float32 graph stay float32 when all else of it is narrowed to float16, and why.
+"""Which nodes of a float32 graph stay float32 when all else of it is narrowed to float16 or bfloat16, and why.
 
-What a value is follows from how it was made (``Kind``): positions and statistics do not fit float16, an activation
+What a value is follows from how it was made (``Kind``): positions and statistics do not fit these, an activation
 does. Nodes are looked at in the order of computation, once.
 """
 
@@ -11,6 +11,7 @@ import enum
 from collections.abc import Mapping
 from functools import cache
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -19,11 +20,9 @@ from intaglio.engines.lowering.fold_constants import MOVES, evaluate
 from intaglio.engines.lowering.fuse_nodes import attribute, constant_of
 from intaglio.kernels.grouped_quant import DOMAIN
 
-_MAX, _LEAST_NORMAL, _LEAST = 65504.0, 2.0**-14, 2.0**-24
 # Constants that are computed of others are looked at up to a size, 256 MiB of float32.
 _MOST_ELEMENTS = 2**26
-# How far a constant's float16 may be from it: twice what rounding does to numbers that are not subnormal.
-_ROUNDING = 2.0**-10
+_HALF = ir.DataType.FLOAT16
 
 
 class Kind(enum.Enum):
@@ -35,8 +34,8 @@ class Kind(enum.Enum):
     STATISTIC = "a sum or mean of activations, or computed of such"
     ROOT = "the root of a statistic, which activations are divided by"
     CENTRED = "an activation on the way to or from a statistic"
-    BEYOND = "may hold what is too large for float16, since a constant did"
-    TINY = "may hold what is too small for float16, since a constant did"
+    BEYOND = "may hold what is too large for the dtype, since a constant did"
+    TINY = "may hold what is too small for the dtype, since a constant did"
     PLAIN = "an activation"
 
 
@@ -70,8 +69,7 @@ _INTO_INTEGERS = {
 _GUARDED = {"Sqrt", "Rsqrt", "Reciprocal", "Pow", "Log"}
 _SUMS = {"Add", "Sub", "Where", "Concat"}
 _UNHELD = {Kind.BEYOND, Kind.TINY}
-_BEYOND = "beyond 65504"
-_UNKNOWN = "what is computed of constants when the model runs, and may be beyond 65504"
+_BEYOND = "beyond "
 _BIAS, _MASK = 2, 3  # among the inputs of Conv and Gemm, and of Attention
 _ROOTS = {"Sqrt", "Pow", "Rsqrt"}
 _CONTRIB = {
@@ -83,14 +81,15 @@ _CONTRIB = {
 class Islands:
     """The nodes of a graph that stay float32, ``wide``, and what each float32 value is.
 
-    ``kept`` has for nodes that could be float16 but for a constant, an attribute or their op the reason why they
-    are not, by name.
+    ``kept`` has for nodes that could be of the narrow ``dtype`` but for a constant, an attribute or their op the reason
+    why they are not, by name.
     """
 
-    def __init__(self, graph: ir.Graph, opsets: Mapping[str, int]) -> None:
+    def __init__(self, graph: ir.Graph, opsets: Mapping[str, int], dtype: ir.DataType = _HALF) -> None:
         self.wide: set[ir.Node] = set()
         self.kept: dict[str, str] = {}
-        self._opsets, self._kinds = opsets, dict[ir.Value, Kind]()
+        self._opsets, self._kinds, self._dtype = opsets, dict[ir.Value, Kind](), dtype
+        self._name = dtype.numpy().name
         self._lost: dict[ir.Value, str | None] = {}
         self._in_reductions = {node for each in graph if each.op_type in _REDUCTIONS for node in _squares(each)}
         self._into_integers = {node for each in graph if _makes_integers(each) for node in _before(each)}
@@ -108,7 +107,7 @@ class Islands:
         return self._kinds.get(value, Kind.CONSTANT)
 
     def signature(self, node: ir.Node) -> tuple[list[bool], list[bool]]:
-        """Which inputs and outputs of a node may be float16 in place of float32."""
+        """Which inputs and outputs of a node may be narrow in place of float32."""
         inputs, outputs = self._signature(node)
         mask = _float_mask(node)
         if mask is not None and self.kind(mask) is Kind.BEYOND:
@@ -116,7 +115,8 @@ class Islands:
         return inputs, outputs
 
     def _signature(self, node: ir.Node) -> tuple[list[bool], list[bool]]:
-        return _signature(node, self._opsets.get("" if node.domain == "ai.onnx" else node.domain, 1))
+        opset = self._opsets.get("" if node.domain == "ai.onnx" else node.domain, 1)
+        return _signature(node, opset, self._dtype)
 
     def _judge(self, node: ir.Node) -> tuple[bool, Kind]:
         """Whether a node stays float32, and what it gives."""
@@ -131,7 +131,7 @@ class Islands:
             return self._of_constants(node, floats)
         takes = any(self.signature(node)[0])
         if not takes and node.op_type not in _ISLANDS and node.domain != DOMAIN:
-            self._keep(node, "its op takes no float16")
+            self._keep(node, f"its op takes no {self._name}")
         if kinds and kinds <= _INDICES and not (lost or _is_weighted(node)):
             bounded = node.op_type in _BOUNDED or Kind.INDEX not in kinds
             return True, Kind.SMALL if bounded else Kind.INDEX
@@ -174,12 +174,12 @@ class Islands:
         return True, Kind.PLAIN if ends else Kind.TINY
 
     def _unheld(self, node: ir.Node, floats: list[ir.Value]) -> str | None:
-        """What float16 would lose of the constants and attributes that a node reads."""
+        """What the dtype would lose of the constants and attributes that a node reads."""
         if node.op_type == "BatchNormalization":
             epsilon = attribute(node, "epsilon", 1e-5)
-            if np.float16(epsilon) < epsilon / 2:
-                return f"has the epsilon {epsilon:g}, which float16 does not hold"
-        lost = _unheld_attribute(node)
+            if np.float32(epsilon).astype(self._dtype.numpy()) < epsilon / 2:
+                return f"has the epsilon {epsilon:g}, which {self._name} does not hold"
+        lost = self._unheld_attribute(node)
         if lost:
             return lost
         for value in floats if node.domain != DOMAIN else []:
@@ -191,7 +191,7 @@ class Islands:
         if node.op_type == "Div" and (divisor := constant_of(node.inputs[1])) is not None:
             # Compilers multiply by the reciprocal.
             with np.errstate(divide="ignore"):
-                lost = lost_in_float16(1 / divisor.astype(np.float32))
+                lost = lost_in(1 / divisor.astype(np.float32), self._dtype)
             return f"divides by a constant whose reciprocal is {lost}" if lost else None
         return None
 
@@ -207,7 +207,7 @@ class Islands:
             array = constant_of(value)
             node = value.producer()
             if array is not None:
-                self._lost[value] = lost_in_float16(array)
+                self._lost[value] = lost_in(array, self._dtype)
             elif node is not None and self.kind(value) is Kind.CONSTANT:
                 self._lost[value] = self._lost_of_computed(value, node)
             else:
@@ -221,7 +221,9 @@ class Islands:
             lost = (self._lost_of(v) for v in node.inputs if v is not None and v.dtype == ir.DataType.FLOAT)
             return next((each for each in lost if each), None)
         array = self._computed(value)
-        return _UNKNOWN if array is None else lost_in_float16(array)
+        if array is None:
+            return f"what is computed of constants when the model runs, and may be {_BEYOND}{_largest(self._dtype):g}"
+        return lost_in(array, self._dtype)
 
     def _computed(self, value: ir.Value) -> np.ndarray | None:
         """The array of a value that follows from constants alone; None if it is too large or of another kind of op."""
@@ -236,20 +238,29 @@ class Islands:
         made = evaluate(node, inputs, self._opsets.get("", 1), _MOST_ELEMENTS)
         return None if made is None else made[node.outputs.index(value)]
 
+    def _unheld_attribute(self, node: ir.Node) -> str | None:
+        """What the dtype would lose of the numbers that an op takes as attributes."""
+        if node.domain == DOMAIN or node.op_type in _NORMS or node.op_type == "Clip":
+            return None  # float32 inside; a bound that no half reaches is none
+        for name, each in node.attributes.items():
+            lost = lost_in(np.array(each.value), self._dtype) if each.type == ir.AttributeType.FLOAT else None
+            if lost:
+                return f"has {name} {lost}"
+        return None
+
+    def of_filled(self, node: ir.Node) -> tuple[bool, Kind]:
+        """Whether a node that makes one number stays float32, and what it gives."""
+        value = attribute(node, "value", None)
+        is_float = value is not None and value.dtype == ir.DataType.FLOAT
+        lost = lost_in(value.numpy(), self._dtype) if is_float else None
+        if lost:
+            self._keep(node, f"makes {lost}")
+            return True, Kind.BEYOND if _BEYOND in lost else Kind.TINY
+        return True, Kind.SMALL
+
     def _keep(self, node: ir.Node, why: str) -> None:
         name = node.name or str(node.outputs[0].name)
         self.kept.setdefault(name, f"{node.op_type} {why}")
-
-
-def _unheld_attribute(node: ir.Node) -> str | None:
-    """What float16 would lose of the numbers that an op takes as attributes."""
-    if node.domain == DOMAIN or node.op_type in _NORMS or node.op_type == "Clip":
-        return None  # float32 inside; a bound that no float16 reaches is none
-    for name, each in node.attributes.items():
-        lost = lost_in_float16(np.array(each.value)) if each.type == ir.AttributeType.FLOAT else None
-        if lost:
-            return f"has {name} {lost}"
-    return None
 
 
 def _makes_integers(node: ir.Node) -> bool:
@@ -271,9 +282,9 @@ def _before(node: ir.Node) -> list[ir.Node]:
 
 
 def _is_harmless(node: ir.Node, constant: ir.Value, lost: str) -> bool:
-    """Whether a constant that float16 does not hold makes no difference to a node."""
+    """Whether a constant that the dtype does not hold makes no difference to a node."""
     if _BEYOND in lost:
-        # A bound that no float16 reaches is none, in float16 as well.
+        # A bound that no half reaches is none, in halves as well.
         return node.op_type in ("Clip", "Max", "Min")
     if node.op_type in ("Conv", "ConvTranspose", "Gemm"):
         return len(node.inputs) > _BIAS and constant is node.inputs[_BIAS]
@@ -284,25 +295,33 @@ def _is_harmless(node: ir.Node, constant: ir.Value, lost: str) -> bool:
     return not any(u.node.op_type in _GUARDED or (u.node.op_type == "Div" and u.idx == 1) for u in users)
 
 
-def lost_in_float16(array: np.ndarray) -> str | None:
-    """What float16 does not hold of a float32 constant, in words; None if it holds it.
+def lost_in(array: np.ndarray, dtype: ir.DataType) -> str | None:
+    """What float16 or bfloat16 does not hold of a float32 constant, in words; None if it holds it.
 
-    That is any number above 65504, and one or all of so small numbers that nothing, or less than three digits, is left
-    of them. Zeros, infinities and NaN are held, and so are small weights among larger ones.
+    That is any number beyond the largest (65504 in float16), and one or all of so small numbers that nothing, or less
+    than half of the digits, is left of them. Zeros, infinities and NaN are held, and so are small weights among larger
+    ones.
     """
     if not array.size:
         return None
+    limits, name = ml_dtypes.finfo(dtype.numpy()), dtype.numpy().name
     magnitude = np.abs(array.astype(np.float32, copy=False))
     finite = magnitude[np.isfinite(magnitude)]
-    largest = float(finite.max(initial=0.0))
-    if largest > _MAX:
+    largest, normal = float(finite.max(initial=0.0)), float(limits.smallest_normal)
+    if largest > float(limits.max):
         worst = array.flat[int(np.argmax(np.where(np.isfinite(magnitude), magnitude, 0)))]
-        return f"{worst:g}, {_BEYOND}"
-    if 0 < largest < _LEAST_NORMAL:
-        held = finite.astype(np.float16).astype(np.float32)
-        if np.any(np.abs(held - finite) > _ROUNDING * finite):
-            return f"{largest:g}, below {_LEAST_NORMAL:.2g}, where float16 has few digits and below {_LEAST:.1g} none"
+        return f"{worst:g}, {_BEYOND}{float(limits.max):g}"
+    if 0 < largest < normal:
+        held = finite.astype(dtype.numpy()).astype(np.float32)
+        # Twice what rounding does to numbers that are not subnormal.
+        if np.any(np.abs(held - finite) > float(limits.eps) * finite):
+            least = float(limits.smallest_subnormal)
+            return f"{largest:g}, below {normal:.2g}, where {name} has few digits and below {least:.1g} none"
     return None
+
+
+def _largest(dtype: ir.DataType) -> float:
+    return float(ml_dtypes.finfo(dtype.numpy()).max)
 
 
 def _elementwise(node: ir.Node, kinds: set[Kind], in_reduction: bool) -> tuple[bool, Kind]:
@@ -330,12 +349,7 @@ def _from_integers(node: ir.Node, islands: Islands) -> tuple[bool, Kind]:
         if source is not None and source.is_floating_point():
             return True, Kind.PLAIN
     if node.op_type in ("ConstantOfShape", "Constant"):
-        value = attribute(node, "value", None)
-        lost = None if value is None or value.dtype != ir.DataType.FLOAT else lost_in_float16(value.numpy())
-        if lost:
-            islands._keep(node, f"makes {lost}")
-            return True, Kind.BEYOND if _BEYOND in lost else Kind.TINY
-        return True, Kind.SMALL
+        return islands.of_filled(node)
     if node.domain == DOMAIN or node.op_type.startswith("Random"):
         return True, Kind.PLAIN
     return True, Kind.INDEX
@@ -383,7 +397,7 @@ def _has_graphs(node: ir.Node) -> bool:
     return any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values())
 
 
-def _signature(node: ir.Node, opset: int) -> tuple[list[bool], list[bool]]:
+def _signature(node: ir.Node, opset: int, dtype: ir.DataType) -> tuple[list[bool], list[bool]]:
     inputs, outputs = len(node.inputs), len(node.outputs)
     if node.domain == DOMAIN:
         narrow = node.op_type == "GroupedQuantMatMul"
@@ -392,11 +406,11 @@ def _signature(node: ir.Node, opset: int) -> tuple[list[bool], list[bool]]:
         # Core ML's own op takes any float scale, whatever opset the graph is of.
         return [False, True, False][:inputs], [True]
     if node.domain == "com.microsoft" or node.op_type == "SimplifiedLayerNormalization":
-        narrow = node.op_type in _CONTRIB
+        narrow = node.op_type in _CONTRIB and dtype == _HALF
         return [narrow] * inputs, [narrow] * outputs
     if node.domain not in ("", "ai.onnx"):
         return [False] * inputs, [False] * outputs
-    formal = _formal(node.op_type, opset)
+    formal = _formal(node.op_type, opset, dtype)
     if formal is None:
         return [False] * inputs, [False] * outputs
     return [_at(formal[0], i) for i in range(inputs)], [_at(formal[1], i) for i in range(outputs)]
@@ -412,13 +426,14 @@ def _at(formal: tuple[bool, ...], i: int) -> bool:
 
 
 @cache
-def _formal(op_type: str, opset: int) -> tuple[tuple[bool, ...], tuple[bool, ...]] | None:
-    """Which inputs and outputs of an op of ONNX's take float16, as its schema says."""
+def _formal(op_type: str, opset: int, dtype: ir.DataType) -> tuple[tuple[bool, ...], tuple[bool, ...]] | None:
+    """Which inputs and outputs of an op of ONNX's take the dtype, as its schema says."""
     try:
         schema = onnx.defs.get_schema(op_type, opset, "")
     except onnx.defs.SchemaError:
         return None
-    takes = {c.type_param_str: "tensor(float16)" in c.allowed_type_strs for c in schema.type_constraints}
+    spelled = f"tensor({dtype.numpy().name})"
+    takes = {c.type_param_str: spelled in c.allowed_type_strs for c in schema.type_constraints}
     read = {parameter.type_str for parameter in schema.inputs}
     inputs = tuple(takes.get(parameter.type_str, False) for parameter in schema.inputs)
     # What no input says, such as the dtype of a norm's statistics, does not change with the inputs.

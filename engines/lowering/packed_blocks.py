@@ -14,21 +14,31 @@ from functools import cached_property
 import numpy as np
 import onnx_ir as ir
 
+from intaglio.errors import CompileError
 from intaglio.kernels.grouped_quant import GroupedQuantFormat
 
 # Values of DequantizeLinear's block that targets take: more share a scale in few formats, fewer take too many scales.
 LARGEST_BLOCK, SMALLEST_BLOCK = 128, 8
+# In the names of the constants that are added to groups.
+RESTS = ".rests."
 _CHUNK = 1 << 20
 # Look-ups make their indices eight bytes wide: so many stay in a core's cache.
 _LOOKED_UP = 1 << 16
 
 
 def read_tensor(tensor: ir.TensorProtocol) -> np.ndarray:
-    """The values of a tensor; those in a file by positioned reads, since pages of a map would count as ours."""
+    """The values of a tensor; those in a file by positioned reads, since pages of a map would count as ours.
+
+    Raises CompileError for a file that ends too early.
+    """
     if not isinstance(tensor, ir.ExternalTensor) or tensor.dtype.bitwidth < 8:
         return tensor.numpy()
     count = math.prod(tensor.shape.numpy())
     values = np.fromfile(tensor.path, tensor.dtype.numpy(), count, offset=tensor.offset or 0)
+    if values.size != count:
+        raise CompileError(
+            f"{tensor.name}: there are {values.size} of its {count} values in {tensor.path}; export again"
+        )
     return values.reshape(tensor.shape.numpy())
 
 
@@ -95,7 +105,7 @@ class PackedBlocks:
         return self.has_offsets or self.center != self.format.zero_point
 
     def bits_per_weight(self, scale_bits: int, rest_bits: int) -> float:
-        """What a weight takes with scales and rests of so many bits."""
+        """What a weight takes with scales and rests of so many bits, the rests of its groups among them."""
         rest = rest_bits / self.format.group_size if self.has_rest else 0.0
         return self.dtype.bitwidth + scale_bits / (self.shape[1] if self.is_per_row else self.block) + rest
 
@@ -139,7 +149,7 @@ class PackedBlocks:
             shift = np.float32(self.center - self.format.zero_point)
             return np.asarray(offsets + scales * shift).astype(dtype.numpy())
 
-        return lazy(read, dtype, (self.shape[0], self.groups), f"{self.name}.rests.{dtype.name}")
+        return lazy(read, dtype, (self.shape[0], self.groups), f"{self.name}{RESTS}{dtype.name}")
 
     def dense(self, dtype: ir.DataType) -> ir.LazyTensor:
         """The weight itself, ``[out, in]`` in ``dtype``."""

@@ -34,6 +34,8 @@ class ScatterCachePass(ir.passes.InPlacePass):
        ``[1]``, called ``position``, says behind how many tokens the new ones are written, in all rows of a batch.
     2. ``attention_mask`` is ``[B, C]``, with zeros behind the tokens so far. What lies in a buffer behind the new
        tokens, the graph's own causal mask hides; it has to be finite, zeros at the start, since zero times NaN is NaN.
+    3. A buffer has the dtype in which tokens are appended, where that is the narrower one: else the whole of it would
+       be cast at every token.
 
     A graph without such a cache is left alone. After the call ``caches`` are the buffers. Raises CompileError for a
     past that is read in another way, or where no mask hides what is not written yet.
@@ -53,11 +55,12 @@ class ScatterCachePass(ir.passes.InPlacePass):
         position = ir.Value(name=POSITION, type=ir.TensorType(_INT64), shape=ir.Shape([1]))
         graph.inputs.append(position)
         indices_B = self._indices(graph, found[0].past, position)
+        named = [(str(append.past.name), str(append.output.name)) for append in found]
         for append in found:
             self._check(append)
-            self._replace(graph, append, indices_B)
             _answer_lengths(append.past, position)
-        self.caches = tuple(CacheBuffer(str(append.past.name), str(append.output.name)) for append in found)
+            self._replace(graph, _narrowed(graph, append), indices_B)
+        self.caches = tuple(CacheBuffer(*names) for names in named)
         graph.opset_imports[""] = max(OPSET, graph.opset_imports.get("", OPSET))
         return ir.passes.PassResult(model, modified=True)
 
@@ -95,9 +98,10 @@ class ScatterCachePass(ir.passes.InPlacePass):
         return indices.outputs[0]
 
     def _check(self, append: Append) -> None:
-        for reader in readers(append.past):
+        known = readers(append.past)
+        for reader in known:
             for node, _ in reader.uses():
-                if node is append.concat or is_standard(node, "Cast") or is_standard(node, "Shape"):
+                if node is append.concat or is_standard(node, "Shape") or node.outputs[0] in known:
                     continue
                 raise CompileError(
                     f"{append.past.name!r} is read by {node.op_type} {node.name!r} as well as appended to, which a "
@@ -109,6 +113,27 @@ class ScatterCachePass(ir.passes.InPlacePass):
         build = GraphBuilder(graph, str(output.name))
         written = build("TensorScatter", [past, append.new, indices_B], output.dtype, output.shape, axis=TOKENS)
         build.replace(append.concat, written)
+
+
+def _narrowed(graph: ir.Graph, append: Append) -> Append:
+    """The same with a past and a present of the dtype in which tokens are appended, if that is the narrower one."""
+    past, held, joined = append.past, append.concat.inputs[0], append.concat.outputs[0]
+    assert past.dtype is not None and held is not None and held.dtype is not None
+    if held.dtype.bitwidth >= past.dtype.bitwidth:
+        return append
+    past.dtype = held.dtype
+    for node, _ in list(past.uses()):
+        if is_standard(node, "Cast") and node.outputs[0].dtype == held.dtype:
+            node.outputs[0].replace_all_uses_with(past)
+            graph.remove(node, safe=True)
+    if joined is append.output:
+        return append
+    cast = append.output.producer()
+    assert cast is not None, "an output that is a cast of what was joined has a node"
+    joined.name, append.output.name = append.output.name, joined.name
+    append.output.replace_all_uses_with(joined, replace_graph_outputs=True)
+    graph.remove(cast, safe=True)
+    return Append(past, append.concat, joined)
 
 
 def _answer_lengths(past: ir.Value, position: ir.Value) -> None:

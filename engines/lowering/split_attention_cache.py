@@ -6,6 +6,7 @@ Shape suffixes: B batch, H query heads, K key heads, P past tokens, S queries, T
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import onnx_ir as ir
 
@@ -27,7 +28,8 @@ class SplitAttentionCachePass(ir.passes.InPlacePass):
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        nodes = [node for node in model.graph if not node.domain and node.op_type == "Attention" and _has_cache(node)]
+        every = [node for node in model.graph.all_nodes() if not node.domain and node.op_type == "Attention"]
+        nodes = [node for node in every if _has_cache(node)]
         for node in nodes:
             _split(model.graph, node)
         return ir.passes.PassResult(model, modified=bool(nodes))
@@ -44,7 +46,11 @@ def _has_cache(node: ir.Node) -> bool:
 
 
 def _split(graph: ir.Graph, node: ir.Node) -> None:
-    query, key, value, mask, past_key, past_value = (*node.inputs, None, None, None)[:6]
+    query, key, value, mask, past_key, past_value, lengths = (*node.inputs, *[None] * 4)[:7]
+    if lengths is not None:
+        raise CompileError(
+            f"{node.name}: Attention with a cache and with lengths of what is not padding; ONNX has either"
+        )
     assert query is not None and key is not None and value is not None and query.shape is not None
     build, heads, dtype = GraphBuilder(graph, str(node.outputs[0].name)), heads_of(node), query.dtype
     is_flat = query.shape.rank() == 3
@@ -79,6 +85,11 @@ def _joined_mask(
     if mask is None:
         return causal_ST
     if mask.dtype == ir.DataType.BOOL:
-        return build("And", [mask, causal_ST], mask.dtype, mask.shape)
+        return build("And", [mask, causal_ST], mask.dtype, _over_scores(mask.shape))
     hidden = build.scalar(-math.inf, mask.dtype or dtype or ir.DataType.FLOAT)
-    return build("Where", [causal_ST, mask, hidden], mask.dtype, mask.shape)
+    return build("Where", [causal_ST, mask, hidden], mask.dtype, _over_scores(mask.shape))
+
+
+def _over_scores(shape: ir.Shape | None) -> list[Any] | None:
+    """The shape of a mask once it has all queries and keys: an axis of 1 was one for all of them."""
+    return None if shape is None else [*shape[:-2], *(None if dim == 1 else dim for dim in shape[-2:])]

@@ -19,13 +19,16 @@ _ROOM = {
     ir.DataType.INT16: (-(2**15), 2**15 - 1),
     ir.DataType.UINT16: (0, 2**16 - 1),
 }
+# Constants of these are made dense: biases, which TensorRT dequantizes none of.
+_WIDE = (ir.DataType.INT32,)
 
 
 class SymmetricDequantizePass(ir.passes.InPlacePass):
     """Rewrites DequantizeLinear and QuantizeLinear to what is about zero, with the same numbers.
 
     1. A constant becomes INT4 or INT8 less its zero point where that fits: unsigned 8 bits about 128 become INT8, four
-       bits about anything else than 8 too. What does not fit becomes dense in the dtype of the scale.
+       bits about anything else than 8 too. What does not fit, such as the biases of 32 bits, becomes dense in the dtype
+       of the scale.
     2. An activation that is quantized and dequantized at once, to what the target has not or about another number than
        zero, is divided, rounded, clipped and multiplied in floats.
 
@@ -38,7 +41,7 @@ class SymmetricDequantizePass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph, modified = model.graph, False
-        for node in [node for node in graph if is_standard(node, "DequantizeLinear")]:
+        for node in [node for node in graph.all_nodes() if is_standard(node, "DequantizeLinear")]:
             source = node.inputs[0]
             quantize = source.producer() if source is not None else None
             if source is not None and source.const_value is not None and not source.is_graph_input():
@@ -53,7 +56,9 @@ class SymmetricDequantizePass(ir.passes.InPlacePass):
     def _constant(self, graph: ir.Graph, node: ir.Node, source: ir.Value) -> bool:
         tensor, zero_point = source.const_value, _zero_point(node)
         assert tensor is not None
-        if source.dtype not in _ROOM or (len(node.inputs) > 2 and node.inputs[2] is not None and zero_point is None):
+        if source.dtype not in (*_ROOM, *_WIDE) or (
+            len(node.inputs) > 2 and node.inputs[2] is not None and zero_point is None
+        ):
             return False
         zeros = zero_point if zero_point is not None else np.zeros((), np.int32)
         if source.dtype in _RANGES and not zeros.any():
@@ -71,7 +76,7 @@ class SymmetricDequantizePass(ir.passes.InPlacePass):
         low, high = int(found.min(initial=0)), int(found.max(initial=0))
         del found
         dtypes = [d for d, (least, most) in _RANGES.items() if least <= low and high <= most]
-        dtypes = [d for d in dtypes if d.bitwidth >= tensor.dtype.bitwidth]
+        dtypes = [d for d in dtypes if d.bitwidth >= tensor.dtype.bitwidth]  # none of 32 bits
         build = GraphBuilder(graph, str(node.outputs[0].name))
         if dtypes:
             dtype = dtypes[0]
@@ -92,7 +97,8 @@ class SymmetricDequantizePass(ir.passes.InPlacePass):
                 spread = _spread(scale.astype(np.float32), shape, axis, block)
                 return (values().astype(np.float32) * spread).astype(wide.numpy())
 
-            self.notes.append(f"{source.name}: dense, as its numbers about zero take more than 8 bits")
+            if source.dtype not in _WIDE:
+                self.notes.append(f"{source.name}: dense, as its numbers about zero take more than 8 bits")
             result = build("Identity", [build.initializer(lazy(dense, wide, shape, f"{source.name}.dense"))], wide)
         build.replace(node, result)
         return True
@@ -132,8 +138,8 @@ def _activation(graph: ir.Graph, node: ir.Node, quantize: ir.Node) -> bool:
     steps = build("Clip", [steps, build.scalar(low, wide), build.scalar(high, wide)], wide)
     result = build.cast(build("Mul", [steps, step], wide), node.outputs[0].dtype)
     build.replace(node, result)
-    if not quantized.uses() and not quantized.is_graph_output():
-        graph.remove(quantize, safe=True)
+    if not quantized.uses() and not quantized.is_graph_output() and quantize.graph is not None:
+        quantize.graph.remove(quantize, safe=True)
     return True
 
 

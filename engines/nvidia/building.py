@@ -95,10 +95,13 @@ def lowered_model(
     """
     model = load_graph(graph)
     notes = [f"{name}: {reason}" for name, reason in broken_constants(model.graph).items()]
-    if options.dtype is not None and activation_dtype(model) == "float32":
-        narrow = NarrowDtypePass(ir.DataType.FLOAT16)
+    computes_in = activation_dtype(model)
+    if options.dtype is not None and computes_in == "float32":
+        narrow = NarrowDtypePass(ir.DataType[options.dtype.upper()])
         narrow(model)
         notes += [f"{name} stays float32: {reason}" for name, reason in narrow.kept.items()]
+    elif options.dtype not in (None, computes_in):
+        notes.append(f"--dtype {options.dtype} changes nothing: the graph computes in {computes_in} already")
     if isinstance(options, RtxOptions):
         notes += lower(model, "tensorrt-rtx", context=context)
     else:

@@ -69,4 +69,5 @@ def load_lowered(name: str, weights: Path, stage: Interface, identity: Identity)
 
     assert isinstance(stage, StageInfo), "the graph of an ONNX file is not kept"
     context = context_of(stage.inputs, identity.shapes)
-    return LoweredGraph(name, weights / stage.file, runs_as(stage), identity.shapes, identity.options, context)
+    flavour = identity.target
+    return LoweredGraph(name, weights / stage.file, runs_as(stage), identity.shapes, identity.options, context, flavour)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-from onnx_ir.passes.common import InlinePass, RemoveUnusedFunctionsPass, RemoveUnusedOpsetsPass
+from onnx_ir.passes.common import (
+    InlinePass,
+    LiftConstantsToInitializersPass,
+    RemoveUnusedFunctionsPass,
+    RemoveUnusedOpsetsPass,
+)
 
 from intaglio.engines.lowering.attention_plugin import AttentionPluginPass
 from intaglio.engines.lowering.block_dequantize import BlockDequantizePass
 from intaglio.engines.lowering.decompose_attention import DecomposeAttentionPass, heads_of
 from intaglio.engines.lowering.float_integers import FloatIntegersPass
 from intaglio.engines.lowering.fuse_gather import FuseGatherPass
-from intaglio.engines.lowering.fuse_nodes import attribute
+from intaglio.engines.lowering.fuse_nodes import attribute, is_standard
+from intaglio.engines.lowering.infer_shapes import infer_shapes
 from intaglio.engines.lowering.plain_attention import PlainAttentionPass
 from intaglio.engines.lowering.scatter_cache import ScatterCachePass
 from intaglio.engines.lowering.split_attention_cache import SplitAttentionCachePass
@@ -38,6 +44,9 @@ def lower(model: ir.Model, flavour: str = "tensorrt-rtx", *, context: int = 0, f
         raise InputError(f"the flavour {flavour!r} of TensorRT is unknown; there are {', '.join(FLAVOURS)}")
     # Functions of others may hold what the passes look for; ours are taken as nodes.
     InlinePass(criteria=lambda function: function.domain != DOMAIN)(model)
+    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    if any(value.dtype is None or value.shape is None for node in model.graph.all_nodes() for value in node.outputs):
+        infer_shapes(model)
     FloatIntegersPass()(model)
     symmetric = SymmetricDequantizePass()
     symmetric(model)
@@ -74,6 +83,12 @@ def why_not_fused(node: ir.Node) -> str | None:
         return "heads of keys and values differ in size"
     if not _SMALLEST_HEAD <= size <= _LARGEST_HEAD or size % 4:
         return f"heads of {size} have no fused kernel"
-    if query is key:
+    if _source(query) is _source(key):
         return "queries and keys are one tensor"
     return None
+
+
+def _source(value: ir.Value | None) -> ir.Value | None:
+    """What a value is another name of."""
+    node = value.producer() if value is not None else None
+    return _source(node.inputs[0]) if is_standard(node, "Identity") else value

@@ -16,13 +16,13 @@ RTX_CAPABILITIES = (75, 80, 86, 89, 120, 121)
 class RtxOptions(BaseModel):
     """``sm`` are compute capabilities, as 86 for 8.6; none is the portable set, of every GPU from Ampere on.
 
-    ``dtype`` float16 narrows a float32 graph, whose attention otherwise has no fused kernel.
+    ``dtype`` narrows a float32 graph, whose attention otherwise has no fused kernel.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     sm: tuple[int, ...] = ()
-    dtype: Literal["float16"] | None = None
+    dtype: Literal["float16", "bfloat16"] | None = None
 
     @field_validator("sm", mode="before")
     @classmethod
@@ -46,7 +46,7 @@ def read_rtx_options(given: Mapping[str, str]) -> RtxOptions:
     except ValidationError as error:
         name = str(error.errors()[0]["loc"][0])
         if name == "dtype":
-            raise InputError(f"--dtype is {given['dtype']!r}, expected float16") from error
+            raise InputError(f"--dtype is {given['dtype']!r}, expected float16 or bfloat16") from error
         if name != "sm":
             raise InputError(f"--{name.replace('_', '-')}: is no option of the target tensorrt-rtx") from error
         known = ", ".join(map(str, RTX_CAPABILITIES))
@@ -61,7 +61,7 @@ class FullOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    dtype: Literal["float16"] | None = None
+    dtype: Literal["float16", "bfloat16"] | None = None
     refit: bool = False
 
 
@@ -72,7 +72,7 @@ def read_full_options(given: Mapping[str, str]) -> FullOptions:
     except ValidationError as error:
         name = str(error.errors()[0]["loc"][0])
         if name == "dtype":
-            raise InputError(f"--dtype is {given['dtype']!r}, expected float16") from error
+            raise InputError(f"--dtype is {given['dtype']!r}, expected float16 or bfloat16") from error
         if name == "refit":
             raise InputError(f"--refit is {given['refit']!r}, expected yes or no") from error
         if name == "sm":

@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from intaglio.engines.lowering.packed_blocks import RESTS
 from intaglio.engines.lowering.ternary_plugin import FEW_ROWS, MANY_ROWS
 from intaglio.kernels.grouped_quant import DOMAIN
 
@@ -36,7 +37,7 @@ class HeldAs:
         """One tensor more."""
         self.count += count
         self.nbytes += nbytes
-        self.tensors.append(str(tensor.name))
+        self.tensors.append(_weight_name(tensor))
 
     def text(self, name: str) -> str:
         """``28,311,552 as int8 at 8.5 bits (model.embed_tokens.weight)``: tensors are named where they are few."""
@@ -46,7 +47,8 @@ class HeldAs:
 
 @dataclass(frozen=True)
 class HandedOver:
-    """``quantized_bytes`` are those of ``quantized_count`` weights that stay packed, their scales included.
+    """``quantized_bytes`` are those of ``quantized_count`` weights that stay packed, with scales and what groups have
+    added.
 
     ``dtypes`` are those of all weights and of what products compute in, ``attentions`` the nodes of the fused op.
     ``held_as`` are the weights of each type.
@@ -83,15 +85,23 @@ def handed_over(model: ir.Model) -> HandedOver:
     graph = model.graph
     weights = [value for value in graph.initializers.values() if value.const_value is not None]
     held_as: dict[str, HeldAs] = defaultdict(HeldAs)
-    packed, scales = set[ir.Value](), set[ir.Value]()
+    packed, scales = dict[ir.Value, str](), set[ir.Value]()
     for node in graph.all_nodes():
         data, per_value, name = _packed_by(node)
-        if data is None or data in packed:
+        if data is None:
             continue
+        if data not in packed:
+            packed[data] = name
+            held_as[name].add(_size(data) * per_value, _bytes(data), data)
         own = {value for value in node.inputs[1:] if value is not None and value.const_value is not None} - {data}
-        held_as[name].add(_size(data) * per_value, _bytes(data) + sum(map(_bytes, own - scales)), data)
-        packed.add(data)
+        held_as[name].nbytes += sum(map(_bytes, own - scales))
         scales |= own
+    # What groups have added is in nodes of its own.
+    held_by = {_weight_name(data): name for data, name in packed.items()}
+    for value in set(weights) - packed.keys() - scales:
+        if RESTS in str(value.name) and (held := held_by.get(_weight_name(value))) is not None:
+            held_as[held].nbytes += _bytes(value)
+            scales.add(value)
     quantized = HeldAs(sum(held.count for held in held_as.values()), sum(held.nbytes for held in held_as.values()))
     dense = [value for value in weights if value not in packed and value not in scales]
     for value in sorted(dense, key=_size, reverse=True):
@@ -107,6 +117,11 @@ def handed_over(model: ir.Model) -> HandedOver:
         operators=dict(Counter(node.op_type for node in graph.all_nodes()).most_common()),
         held_as=dict(held_as),
     )
+
+
+def _weight_name(value: ir.Value) -> str:
+    """Of what was made of a weight, the name of that."""
+    return str(value.name).split(RESTS)[0].removesuffix(".values").removesuffix(".words")
 
 
 def _packed_by(node: ir.Node) -> tuple[ir.Value | None, int, str]:

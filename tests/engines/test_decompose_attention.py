@@ -154,8 +154,9 @@ def test_what_the_parser_refuses_goes(tmp_path: Path) -> None:
     model = attention(HEADS, attributes, ("B", 1, "S", "T"), F32, F16)
     model.graph[0].resize_outputs(3)
     assert PlainAttentionPass()(model).modified
-    (cast, node) = model.graph
-    assert (cast.op_type, node.inputs[3], len(node.outputs)) == ("Cast", cast.outputs[0], 1)
+    (bound, cast, node) = model.graph
+    assert (bound.op_type, cast.op_type) == ("Max", "Cast")
+    assert (node.inputs[3], len(node.outputs)) == (cast.outputs[0], 1)
     assert node.inputs[3].dtype == F16
     assert list(node.attributes) == ["scale"]
     assert not PlainAttentionPass()(model).modified
