@@ -111,7 +111,10 @@ class TextToImagePipeline:
     def unload(self, stage: str | None = None) -> None:
         """Lets a stage leave memory, or all of them; the next use loads it again."""
         for name in [stage] if stage is not None else [*self._sessions, *self._held]:
-            self._sessions.pop(name, None)
+            session = self._sessions.pop(name, None)
+            # Of a GPU's memory nothing stays with a session that somebody, as a traceback does, still holds.
+            if hasattr(session, "close"):
+                session.close()
             self._held.pop(name, None)
         return_freed_memory()
 

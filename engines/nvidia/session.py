@@ -78,7 +78,7 @@ class GpuSession:
     def close(self) -> None:
         """Lets go of what it holds on the GPU, also where it was closed before; a run after that raises EngineError."""
         with self._device.lock:
-            self._bound.clear()
+            self._unbind()
             self._scratch.free()
             self._save()
             self._opened = self._refit = None
@@ -228,9 +228,15 @@ class GpuSession:
             if not self._bound:
                 raise
             # There may be room without the other sets.
-            self._bound.clear()
+            self._unbind()
             self._bound[key] = self._bind(context, profile, shapes)
         return self._bound[key]
+
+    def _unbind(self) -> None:
+        # A traceback may hold them.
+        for bound in self._bound.values():
+            bound.release()
+        self._bound.clear()
 
     def _bind(self, context: Context, profile: int, shapes: Mapping[str, Shape]) -> Bound:
         cached = [tensor.name for tensor in self._pasts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,49 @@ def test_a_cache_that_is_given_whole(writer: Path, trt: TensorRT, target: str) -
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert np.linalg.norm(found[name] - value) <= 1e-5 * np.linalg.norm(value), name
+
+
+def test_a_picture_that_fails_leaves_nothing_behind(painter: Path, trt: TensorRT, target: str) -> None:
+    pipe = intaglio.load(painter, target, keep_loaded=False)
+
+    def fail(step: int, picture: object) -> None:
+        trt.driver.interrupt = KeyboardInterrupt
+
+    try:
+        pipe("red apple", preview=fail, **OPTIONS)
+    except KeyboardInterrupt:  # whose traceback holds all that was under way
+        assert (trt.driver.used, trt.driver.graphs) == (0, {})
+    else:
+        pytest.fail("it was not interrupted")
+    expected = intaglio.load(painter, target)("red apple", **OPTIONS)
+    np.testing.assert_array_equal(pipe("red apple", **OPTIONS).latents, expected.latents)
+    full = trt.driver.total
+    trt.driver.total = trt.driver.most_bytes // 2
+    with pytest.raises(
+        EngineError, match=r"the GPU \(Stand-in GPU\) has not enough memory: .* needs \d+ MiB, and \d+ of"
+    ):
+        pipe("red apple", **OPTIONS)
+    trt.driver.total = full
+    np.testing.assert_array_equal(pipe("red apple", **OPTIONS).latents, expected.latents)
+
+
+def test_a_cache_of_halves(writer: Path, trt: TensorRT, target: str, tmp_path: Path) -> None:
+    shutil.copytree(writer, tmp_path / "bundle", ignore=shutil.ignore_patterns("engines"))
+    intaglio.compile(tmp_path / "bundle", target, shapes="batch=1:1:2", dtype="float16")
+    engine, rng = open_engine(tmp_path / "bundle", target), np.random.default_rng()
+    stage, reference = engine.load("generate"), engine.load_for_parity("generate")
+    feeds: dict[str, np.ndarray] = {
+        "input_ids": rng.integers(0, 256, (1, 3)),
+        "attention_mask": np.ones((1, 8), np.int64),
+        "position_ids": np.arange(5, 8)[None],
+    }
+    for tensor in stage.stage.inputs:
+        if tensor.name.startswith("past_key_values."):
+            feeds[tensor.name] = rng.standard_normal([1, tensor.shape[1], 5, tensor.shape[3]]).astype(tensor.dtype)
+    found, expected = stage.run(feeds), reference.run(feeds)
+    assert {name: array.dtype for name, array in found.items()} == {n: array.dtype for n, array in expected.items()}
+    for name, value in expected.items():
+        assert np.linalg.norm(found[name] - value) <= 1e-3 * np.linalg.norm(value), name
 
 
 def test_a_context_that_is_full(writer: Path, trt: TensorRT, target: str) -> None:
