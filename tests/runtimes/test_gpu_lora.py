@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_checkpoint
-from gpu_stand_in import TensorRT, stand_in
+from gpu_stand_in import TensorRT, check_nothing_is_left, stand_in
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
@@ -23,6 +23,9 @@ MODULES = {
     "a": [f"model.layers.{i}.self_attn.{name}" for i in range(2) for name in ("q_proj", "v_proj")],
     "b": ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"],
 }
+
+
+nothing_is_left = pytest.fixture(check_nothing_is_left, autouse=True)
 
 
 @pytest.fixture(scope="module")

@@ -5,16 +5,19 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import tiny_checkpoint
-from gpu_stand_in import TensorRT, stand_in
+from gpu_stand_in import TensorRT, check_nothing_is_left, stand_in
 from klein_pipeline import pixels
 
 import intaglio
+from intaglio.engines import tensorrt, tensorrt_rtx
 from intaglio.engines.engine import open_engine
+from intaglio.engines.nvidia.gpu import Gpu
 from intaglio.engines.target import session_options
 from intaglio.errors import EngineError, InputError
 
@@ -23,6 +26,9 @@ STAGES = ("text_encoder", "transformer", "vae_decoder")
 OPTIONS: dict[str, Any] = {"seed": 3, "num_inference_steps": 3, "guidance_scale": 3.0}
 CONTEXT = 160
 TARGETS = ("tensorrt-rtx", "tensorrt")
+
+
+nothing_is_left = pytest.fixture(check_nothing_is_left, autouse=True)
 
 
 @pytest.fixture(params=TARGETS)
@@ -175,8 +181,25 @@ def test_a_context_that_is_full(writer: Path, trt: TensorRT, target: str) -> Non
     assert cache.length == CONTEXT - 1
 
 
-def test_no_gpu_is_said_with_what_was_looked_for(painter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from intaglio.engines import tensorrt_rtx
+def test_an_engine_of_another_gpu_or_version(writer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trt = stand_in(monkeypatch, "tensorrt")
+    engine = open_engine(writer, "tensorrt")
+    again = rf'build again with `intaglio compile {writer} --target tensorrt --shapes "batch=1:1:2"`'
+    monkeypatch.setattr(trt, "__version__", "10.17.0.1")
+    with pytest.raises(
+        EngineError, match=rf"built by TensorRT 10\.16\.1\.11, and TensorRT 10\.17\.0\.1 is what .*{again}"
+    ):
+        engine.load("score")
+    monkeypatch.setattr(tensorrt, "find_gpu", lambda: Gpu("Another GPU", 90, 1 << 30, "13.0"))
+    built = r"was built on Stand-in GPU, compute capability 8\.6, and this is Another GPU, compute capability 9\.0"
+    with pytest.raises(EngineError, match=rf"{built}: .*{again}"):
+        engine.load("score")
+    with pytest.raises(EngineError, match=rf"device: Stand-in GPU, .*, now Another GPU, .*; {again}"):
+        open_engine(writer, "tensorrt")
+
+
+@pytest.mark.parametrize("module", [tensorrt, tensorrt_rtx])
+def test_no_gpu_is_said_with_what_was_looked_for(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     from intaglio.engines.nvidia import driver
 
     def absent(name: str) -> None:
@@ -186,7 +209,7 @@ def test_no_gpu_is_said_with_what_was_looked_for(painter: Path, monkeypatch: pyt
     with pytest.raises(
         EngineError, match=r"no NVIDIA GPU to run on: the driver's library lib\S+ cannot be loaded .*/dev/"
     ):
-        tensorrt_rtx.check_runs()
+        module.check_runs()
 
 
 def test_the_budget_is_told_to_targets_on_a_gpu_alone() -> None:

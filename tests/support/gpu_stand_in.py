@@ -9,10 +9,12 @@ nobody wrote is seen.
 from __future__ import annotations
 
 import enum
+import gc
 import io
 import json
 import types
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,18 @@ class Code(int):
     """A result code."""
 
 
-@dataclass
+_DRIVERS: list[weakref.ref[Driver]] = []
+
+
+def check_nothing_is_left() -> Iterator[None]:
+    """The body of a fixture: after a test, no driver holds memory, graphs or a recording that was begun."""
+    yield
+    gc.collect()
+    for driver in filter(None, (each() for each in _DRIVERS)):
+        assert (driver.memory, driver.graphs, driver.recorded) == ({}, {}, None)
+
+
+@dataclass(eq=False)
 class Driver:
     """``cuda.bindings.driver`` of one GPU of ``total`` bytes. What it was asked for is counted."""
 
@@ -59,6 +72,9 @@ class Driver:
     # Raised by the next wait, as Ctrl-C is.
     interrupt: type[BaseException] | None = None
     _next: int = 0x7F0000000000
+
+    def __post_init__(self) -> None:
+        _DRIVERS.append(weakref.ref(self))
 
     CUdevice_attribute = types.SimpleNamespace(
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=75, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=76

@@ -15,6 +15,7 @@ from gpu_stand_in import (
     Driver,
     IExecutionContext,
     TensorRT,
+    check_nothing_is_left,
     write_plan,
 )
 
@@ -45,6 +46,9 @@ STAGE = StageInfo(
 )
 # Of the constant, the bits are written: it is 2.
 AGAIN = "`intaglio compile B --target tensorrt-rtx`"
+
+
+nothing_is_left = pytest.fixture(check_nothing_is_left, autouse=True)
 
 
 class Opened:

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import tiny_checkpoint
-from gpu_stand_in import Driver, ILogger, TensorRT, write_plan
+from gpu_stand_in import Driver, ILogger, TensorRT, check_nothing_is_left, write_plan
 from safetensors.numpy import save_file
 
 import intaglio
@@ -21,6 +21,9 @@ from intaglio.exporters.bundle import read_bundle
 from intaglio.runtimes.lora import read_terms
 
 ROWS, COLUMNS, RANK = 12, 8, 3
+
+
+nothing_is_left = pytest.fixture(check_nothing_is_left, autouse=True)
 
 
 class Engine:
