@@ -88,7 +88,7 @@ class Plan:
         device.check_budget(size, f"the engine of {self.name}", budget)
         self._engine = self._deserialize(artifact, again)
         device.count(size)
-        weakref.finalize(self, device.count, -size)
+        self._counted = weakref.finalize(self, device.count, -size)
         self.tensors = {tensor.name: tensor for tensor in self._tensors()}
         self.profiles = [self._profile(i) for i in range(self._engine.num_optimization_profiles)]
         # TensorRT for RTX compiles on the GPU, and records its work itself.
@@ -198,6 +198,11 @@ class Plan:
         except OutputError as error:
             _log.info("the runtime cache cannot be written: %s", error)
 
+    def close(self) -> None:
+        """Lets the engine go, though somebody, as a traceback does, may hold the plan."""
+        self._engine = self._config = self._runtime = None
+        self._counted()
+
     def weights(self) -> EngineWeights:
         """What of the engine can be exchanged. Raises EngineError where it was built without."""
         self.device.make_current()
@@ -222,6 +227,10 @@ class Context:
 
     def __init__(self, plan: Plan, context: Any) -> None:
         self._plan, self._context = plan, context
+
+    def close(self) -> None:
+        """Lets go of TensorRT's, which holds its engine."""
+        self._context = None
 
     def set_shapes(self, profile: int, shapes: Mapping[str, Shape]) -> int:
         """The shapes of all inputs; returns the bytes that it needs to work in."""

@@ -78,9 +78,13 @@ class GpuSession:
     def close(self) -> None:
         """Lets go of what it holds on the GPU, also where it was closed before; a run after that raises EngineError."""
         with self._device.lock:
+            if self._opened is None:
+                return
+            self._device.make_current()
             self._unbind()
             self._scratch.free()
             self._save()
+            self._opened.close()
             self._opened = self._refit = None
 
     @property
@@ -235,7 +239,7 @@ class GpuSession:
     def _unbind(self) -> None:
         # A traceback may hold them.
         for bound in self._bound.values():
-            bound.release()
+            bound.release().close()
         self._bound.clear()
 
     def _bind(self, context: Context, profile: int, shapes: Mapping[str, Shape]) -> Bound:

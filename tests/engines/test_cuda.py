@@ -18,7 +18,6 @@ from intaglio.engines.nvidia.cuda_ops import runs_on_cpu
 from intaglio.engines.nvidia.cuda_session import CUDA, TENSORRT, gpu_providers
 from intaglio.errors import EngineError, InputError, RuntimeMissingError
 
-
 ROOT = Path(__file__).parents[2]
 
 

@@ -17,6 +17,7 @@ from klein_pipeline import pixels
 import intaglio
 from intaglio.engines import tensorrt, tensorrt_rtx
 from intaglio.engines.engine import open_engine
+from intaglio.engines.nvidia.device import used_bytes
 from intaglio.engines.nvidia.gpu import Gpu
 from intaglio.engines.target import session_options
 from intaglio.errors import EngineError, InputError
@@ -133,7 +134,7 @@ def test_a_picture_that_fails_leaves_nothing_behind(painter: Path, trt: TensorRT
     try:
         pipe("red apple", preview=fail, **OPTIONS)
     except KeyboardInterrupt:  # whose traceback holds all that was under way
-        assert (trt.driver.used, trt.driver.graphs) == (0, {})
+        assert (trt.driver.used, trt.driver.graphs, used_bytes()) == (0, {}, 0)
     else:
         pytest.fail("it was not interrupted")
     expected = intaglio.load(painter, target)("red apple", **OPTIONS)
