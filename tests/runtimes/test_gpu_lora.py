@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_checkpoint
-from gpu_stand_in import TensorRT, check_nothing_is_left, stand_in
+from cuda_stand_in import check_nothing_is_left
+from gpu_stand_in import TensorRT, stand_in
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 

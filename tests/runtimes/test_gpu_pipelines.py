@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_checkpoint
-from gpu_stand_in import TensorRT, check_nothing_is_left, stand_in
+from cuda_stand_in import check_nothing_is_left
+from gpu_stand_in import TensorRT, stand_in
 from klein_pipeline import pixels
 
 import intaglio

@@ -11,13 +11,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from gpu_stand_in import (
-    Driver,
-    IExecutionContext,
-    TensorRT,
-    check_nothing_is_left,
-    write_plan,
-)
+from cuda_stand_in import Driver, check_nothing_is_left
+from gpu_stand_in import IExecutionContext, TensorRT, write_plan
 
 from intaglio.engines.nvidia.device import Device
 from intaglio.engines.nvidia.opening import check_rtx_capability

@@ -23,7 +23,7 @@ import gpu_stand_in
 import numpy as np
 import pytest
 import tensorrt_stub
-from gpu_stand_in import Driver
+from cuda_stand_in import Driver
 
 from intaglio.engines import nvidia
 from intaglio.engines.nvidia.device import Device

@@ -10,7 +10,8 @@ import numpy as np
 import onnx
 import pytest
 import tiny_checkpoint
-from gpu_stand_in import Driver, ILogger, TensorRT, check_nothing_is_left, write_plan
+from cuda_stand_in import Driver, check_nothing_is_left
+from gpu_stand_in import ILogger, TensorRT, write_plan
 from safetensors.numpy import save_file
 
 import intaglio
