@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from intaglio.engines.nvidia.cache_buffers import context_of
 from intaglio.engines.nvidia.engine_build import (
     ACCURACIES,
     DOMAINS,
@@ -23,10 +24,11 @@ from intaglio.engines.nvidia.engine_build import (
 )
 from intaglio.engines.nvidia.gpu import find_gpu
 from intaglio.engines.nvidia.options import read_full_options
-from intaglio.errors import EngineError, RuntimeMissingError
+from intaglio.errors import RuntimeMissingError
 
 if TYPE_CHECKING:
     from intaglio.engines.identity import Identity
+    from intaglio.engines.nvidia.session import GpuSession
     from intaglio.engines.onnx_file import OnnxFile
     from intaglio.engines.report import StageReport
     from intaglio.engines.shapes import Interface
@@ -79,7 +81,7 @@ def build(
 
     Raises CompileError with the child's own message, CancelledError.
     """
-    return build_engine(graph, artifact, stage.inputs, identity, progress)
+    return build_engine(graph, artifact, stage.inputs, identity, progress, context_of(stage.inputs, identity.shapes))
 
 
 def build_model(
@@ -94,15 +96,35 @@ def build_model(
     return build_engine(graph, artifact, described.inputs, identity, progress)
 
 
-def check_runs() -> None:
-    """Raises EngineError where there is no NVIDIA GPU."""
-    find_gpu()
+def check_runs(*, memory_budget: int | None = None) -> None:
+    """Raises EngineError where there is no NVIDIA GPU, which says what was looked for."""
+    from intaglio.engines.nvidia.device import open_device
+
+    open_device()
 
 
-def load(name: str, artifact: Path, weights: Path, stage: Interface, identity: Identity) -> Any:
-    """Loads a built stage on the GPU. Raises EngineError."""
-    check_runs()
-    raise EngineError("engines of tensorrt are built and compared here, and not yet run")
+def load(
+    name: str,
+    artifact: Path,
+    weights: Path,
+    stage: Interface,
+    identity: Identity,
+    *,
+    memory_budget: int | None = None,
+) -> GpuSession:
+    """Loads a built stage on the GPU; ``memory_budget`` bounds what this process holds there, in bytes.
+
+    Raises EngineError where there is no GPU, or one of another kind than built it, or another TensorRT; InputError
+    beyond the budget.
+    """
+    from intaglio.engines.nvidia.bindings import import_tensorrt
+    from intaglio.engines.nvidia.device import open_device
+    from intaglio.engines.nvidia.opening import check_built_here, open_session, rebuild_command
+
+    opened = open_device()
+    trt = import_tensorrt()
+    check_built_here(identity, device(), trt.__version__, rebuild_command(weights, identity))
+    return open_session(trt, opened, name, artifact, weights, stage, identity, budget=memory_budget)
 
 
 def load_for_parity(name: str, artifact: Path, weights: Path, stage: Interface, identity: Identity) -> Any:

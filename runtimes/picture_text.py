@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,8 +12,11 @@ from intaglio.runtimes.checks import sha256_of
 from intaglio.runtimes.picture_request import PictureRequest
 
 
-def picture_text(engine: Engine, request: PictureRequest, index: int, band_rows: int | None) -> dict[str, str]:
+def picture_text(
+    engine: Engine, request: PictureRequest, index: int, band_rows: int | None, lora: Sequence[str] = ()
+) -> dict[str, str]:
     """Keywords and texts of picture ``index`` of a request, decoded in bands of ``band_rows``, or whole.
+    ``lora`` says which adapters the engine had.
 
     The same bundle, options and inputs make the same picture again, up to the rounding of another batch or machine.
     Inputs that a text cannot hold have a SHA-256: latents, conditioning and pictures of their little-endian float32
@@ -44,6 +48,8 @@ def picture_text(engine: Engine, request: PictureRequest, index: int, band_rows:
         text["truncate"] = "yes"
     if band_rows is not None:
         text["decoded"] = f"in bands of {band_rows} rows"
+    if lora:
+        text["lora"] = "\n".join(lora)
     text["model"] = ", ".join(component.architecture for component in bundle.components.values())
     text["sources"] = "\n".join(
         f"{role} {file.name} sha256 {file.sha256}"

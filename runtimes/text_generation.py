@@ -17,6 +17,7 @@ from intaglio.engines.target import session_options
 from intaglio.errors import InputError
 from intaglio.progress import Progress, ProgressCallback
 from intaglio.runtimes.decoding import Decoding
+from intaglio.runtimes.lora import Adapters
 from intaglio.runtimes.sampling import Sampler, SamplingParams
 from intaglio.runtimes.tokenizer import Tokenizer
 
@@ -99,11 +100,21 @@ class TextGenerationPipeline:
     """Writes text with the engine of a language model. Stages are loaded when they are first needed.
 
     ``threads`` (of the target cpu) 0 takes one a core; ``compute_units`` (of coreml) is ``all``, ``cpu``, ``cpu+gpu``
-    or ``cpu+ne``. Raises InputError.
+    or ``cpu+ne``. ``lora`` are adapters by file, with their strengths. Raises InputError, and the errors of
+    :class:`~intaglio.runtimes.lora.Adapters`.
     """
 
-    def __init__(self, engine: Engine, *, threads: int = 0, compute_units: str | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        threads: int = 0,
+        compute_units: str | None = None,
+        lora: Mapping[str, float] | None = None,
+    ) -> None:
         self.engine = engine
+        self._sessions: dict[str, Any] = {}
+        self._adapters = Adapters(engine, lora or {})
         self._how = session_options(engine.info.target, threads=threads, compute_units=compute_units)
 
     @cached_property
@@ -111,17 +122,20 @@ class TextGenerationPipeline:
         """The bundle's tokenizer. Raises BundleError if it has none."""
         return Tokenizer.of_bundle(self.engine.bundle_path, self.engine.bundle)
 
-    @cached_property
-    def _generate(self) -> Any:
-        return self.engine.load("generate", **self._how)
+    def _session(self, stage: str) -> Any:
+        if stage not in self._sessions:
+            session = self.engine.load(stage, **self._how)
+            self._adapters.put(stage, session)
+            self._sessions[stage] = session
+        return self._sessions[stage]
 
-    @cached_property
-    def _score(self) -> Any:
-        return self.engine.load("score", **self._how)
+    def set_strengths(self, strengths: Mapping[str, float]) -> None:
+        """Other strengths of the adapters, by file; 0 for those not named. Raises InputError, EngineError."""
+        self._adapters.set_strengths(strengths, self._sessions)
 
     def warm_up(self) -> None:
         """Loads the tokenizer and the stage that writes, which the first prompt otherwise waits for."""
-        _ = self.tokenizer, self._generate
+        _ = self.tokenizer, self._session("generate")
 
     @property
     def context_length(self) -> int:
@@ -191,7 +205,7 @@ class TextGenerationPipeline:
             "attention_mask": np.ones_like(tokens_BS),
             "position_ids": np.arange(len(ids), dtype=np.int64)[None],
         }
-        logits_SV = self._score.run(feeds, ["logits"])["logits"][0, :-1].astype(np.float64)
+        logits_SV = self._session("score").run(feeds, ["logits"])["logits"][0, :-1].astype(np.float64)
         logits_SV -= logits_SV.max(axis=-1, keepdims=True)
         chosen = np.take_along_axis(logits_SV, tokens_BS[0, 1:, None], axis=-1)[:, 0]
         logprobs = chosen - np.log(np.exp(logits_SV).sum(axis=-1))
@@ -221,7 +235,7 @@ class TextGenerationPipeline:
     def _tokens(self, prompts: Sequence[Sequence[int]], generation: _Generation) -> Iterator[list[int]]:
         """The next token of every row, until there are enough or the context is full."""
         sampler = Sampler(generation.sampling, self._ids_without_token)
-        decoding = Decoding(self._generate, prompts, self.tokenizer.pad_token_id or 0)
+        decoding = Decoding(self._session("generate"), prompts, self.tokenizer.pad_token_id or 0)
         so_far = [list(prompt) for prompt in prompts]
         steps = min(generation.max_new_tokens, self.context_length - decoding.length)
         count = Progress(generation.progress, "tokens", steps, "tokens")

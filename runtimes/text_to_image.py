@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,6 +27,7 @@ from intaglio.runtimes.denoising import Conditioning, Denoiser, Step, denoise
 from intaglio.runtimes.golden import GoldenReport
 from intaglio.runtimes.images import check_size, load_image, to_image, to_pixels
 from intaglio.runtimes.latents import initial_latents, pack, unpack
+from intaglio.runtimes.lora import Adapters
 from intaglio.runtimes.memory_plan import MemoryPlan, plan_memory
 from intaglio.runtimes.picture_request import (
     Picture,
@@ -74,7 +75,8 @@ class TextToImagePipeline:
     coreml) is ``all``, ``cpu``, ``cpu+gpu`` or ``cpu+ne``. ``memory_budget`` is what the process may come to, in bytes
     (of a target on a GPU, what it may hold there):
     a call, or one of a part, then lets stages leave in turn and decodes in bands where that is needed, or raises
-    InputError with the budget that would do. Raises BundleError for a bundle of another kind, InputError.
+    InputError with the budget that would do. ``lora`` are adapters by file, with their strengths. Raises BundleError
+    for a bundle of another kind, InputError, and the errors of :class:`~intaglio.runtimes.lora.Adapters`.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class TextToImagePipeline:
         compute_units: str | None = None,
         memory_budget: int | None = None,
         keep_loaded: bool = True,
+        lora: Mapping[str, float] | None = None,
     ) -> None:
         if memory_budget is not None and (isinstance(memory_budget, bool) or not isinstance(memory_budget, int)):
             raise InputError(f"memory_budget is {memory_budget!r}; expected a number of bytes")
@@ -94,6 +97,7 @@ class TextToImagePipeline:
         self._how = session_options(
             engine.info.target, threads=threads, compute_units=compute_units, memory_budget=memory_budget
         )
+        self._adapters = Adapters(engine, lora or {})
         self._sessions: dict[str, Any] = {}
         # What the process grew by when a stage was loaded and run.
         self._held: dict[str, int] = {}
@@ -107,9 +111,16 @@ class TextToImagePipeline:
     def unload(self, stage: str | None = None) -> None:
         """Lets a stage leave memory, or all of them; the next use loads it again."""
         for name in [stage] if stage is not None else [*self._sessions, *self._held]:
-            self._sessions.pop(name, None)
+            session = self._sessions.pop(name, None)
+            # Of a GPU's memory nothing stays with a session that somebody, as a traceback does, still holds.
+            if hasattr(session, "close"):
+                session.close()
             self._held.pop(name, None)
         return_freed_memory()
+
+    def set_strengths(self, strengths: Mapping[str, float]) -> None:
+        """Other strengths of the adapters, by file; 0 for those not named. Raises InputError, EngineError."""
+        self._adapters.set_strengths(strengths, self._sessions)
 
     def __call__(self, prompt: str | Sequence[str], **options: Unpack[PictureOptions]) -> PictureOutput:
         """Paints ``prompt``, or each of several; an empty one is a picture of the model's own choosing.
@@ -237,7 +248,8 @@ class TextToImagePipeline:
             golden.compare("vae_decoder", "vae_decoded", sample_B3HW)
         images = [to_image(pixels) for pixels in to_pixels(sample_B3HW)]
         timings = {**self._timings, "total": time.monotonic() - started}
-        texts = [picture_text(self.engine, request, i, plan.band_rows) for i in range(request.pictures)]
+        lora = self._adapters.texts()
+        texts = [picture_text(self.engine, request, i, plan.band_rows, lora) for i in range(request.pictures)]
         return PictureOutput(images, latents_BSC, request.seeds, timings, golden.report() if golden else None, texts)
 
     def _condition(self, request: PictureRequest, plan: MemoryPlan) -> Conditioning:
@@ -363,7 +375,9 @@ class TextToImagePipeline:
     def _session(self, stage: str) -> Any:
         if stage not in self._sessions:
             with self._timed("load"), self._holding(stage):
-                self._sessions[stage] = self.engine.load(stage, **self._how)
+                session = self.engine.load(stage, **self._how)
+                self._adapters.put(stage, session)
+                self._sessions[stage] = session
         return self._sessions[stage]
 
     def _leave(self, stage: str, plan: MemoryPlan) -> None:

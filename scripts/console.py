@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -86,6 +87,19 @@ def settings(texts: Sequence[str] | None) -> dict[str, Any]:
         except (ValueError, RecursionError):
             result[key] = value
     return result
+
+
+def adapter_file(text: str) -> tuple[str, float]:
+    """``--lora FILE[:STRENGTH]``; a colon of the file's own name stays. Raises InputError."""
+    path, colon, strength = text.rpartition(":")
+    if not colon or Path(text).exists():
+        return text, 1.0
+    try:
+        return path, float(strength)
+    except ValueError as error:
+        if Path(path).exists():
+            raise InputError(f"--lora {text}: the strength is {strength!r}, expected a number") from error
+        return text, 1.0
 
 
 def print_json(content: Any) -> None:

@@ -14,7 +14,7 @@ from dotenv import dotenv_values
 import intaglio
 from intaglio.errors import InputError
 from intaglio.exporters.config import assumed_note
-from intaglio.scripts.console import Config, PackTernary, Quiet, human_bytes, progress_bar, say, settings
+from intaglio.scripts.console import Config, PackTernary, Quiet, adapter_file, human_bytes, progress_bar, say, settings
 
 # Where the parts of a picture pipeline are named when the command line does not.
 _VARIABLES = {
@@ -126,7 +126,7 @@ def export(
             is_distilled=distilled,
             config=settings(config),
             pack_ternary=pack_ternary,
-            lora=[_adapter(text) for text in lora or ()],
+            lora=[adapter_file(text) for text in lora or ()],
             taps=taps,
             allow_unused=allow_unused,
             dry_run=dry_run,
@@ -154,19 +154,6 @@ def export(
             say(f"{component.architecture}: {assumed_note(component.assumed, component.config)}", quiet=quiet)
         if unused := component.unused_tensors:
             say(f"{component.architecture}: not used: {len(unused)} tensors ({_first(unused)})", quiet=quiet)
-
-
-def _adapter(text: str) -> tuple[str, float]:
-    """``FILE[:STRENGTH]``; a colon of the file's own name stays."""
-    path, colon, strength = text.rpartition(":")
-    if not colon or Path(text).exists():
-        return text, 1.0
-    try:
-        return path, float(strength)
-    except ValueError as error:
-        if Path(path).exists():
-            raise InputError(f"--lora {text}: the strength is {strength!r}, expected a number") from error
-        return text, 1.0
 
 
 def _first(names: Sequence[str]) -> str:

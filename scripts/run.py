@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +15,7 @@ from intaglio.engines.target import session_options, target_module
 from intaglio.errors import InputError
 from intaglio.exporters.bundle import read_bundle
 from intaglio.runtimes.noise import GENERATORS
-from intaglio.scripts.console import Json, Quiet, Target, Threads, progress_bar, say
+from intaglio.scripts.console import Json, Quiet, Target, Threads, adapter_file, progress_bar, say
 from intaglio.scripts.run_picture import check_picture, check_targets, paint, parse_bytes
 from intaglio.scripts.run_text import write_text
 
@@ -103,6 +103,13 @@ def run(
             metavar="STAGE,…", help="Pictures: stages to replace by stored tensors: text_encoder, transformer."
         ),
     ] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE[:STRENGTH]",
+            help="tensorrt: a LoRA adapter to run with (repeatable); the engine must be compiled with --refit.",
+        ),
+    ] = None,
     compute_units: Annotated[
         str | None, typer.Option(help="coreml: what may compute: all, cpu, cpu+gpu or cpu+ne (all).")
     ] = None,
@@ -140,7 +147,8 @@ def run(
     files = {"output": output, "memory_budget": memory_budget, "preview": preview, "as_json": as_json or None}
     paints = read_bundle(bundle).kind == "text-to-image"
     target_module(target).check_runs(**session_options(target, threads=threads, compute_units=compute_units))
-    how = {"target": target, "threads": threads, "compute_units": compute_units}
+    adapters = _adapters(lora or (), target)
+    how = {"target": target, "threads": threads, "compute_units": compute_units, "lora": adapters}
     if paints:
         _refuse(text_options, "paints pictures", "text")
         targets = check_targets(output, preview, num_images or len(seed or [0]), image or [])
@@ -160,7 +168,7 @@ def run(
             check_picture(bundle, text, options)
         say(f"no engine for {target} yet: compiling", quiet=quiet)
         with progress_bar(quiet=quiet) as progress:
-            intaglio.compile(bundle, target, progress=progress)
+            intaglio.compile(bundle, target, refit=bool(adapters), progress=progress)
     if paints:
         paint(
             bundle,
@@ -175,6 +183,17 @@ def run(
         )
     else:
         write_text(bundle, text, options, how=how, quiet=quiet)
+
+
+def _adapters(texts: Sequence[str], target: str) -> dict[str, float]:
+    if texts and target != "tensorrt":
+        raise InputError(f"--lora is for the target tensorrt, and this one is {target}; export the bundle with --lora")
+    read = [adapter_file(text) for text in texts]
+    if twice := [file for i, (file, _) in enumerate(read) if file in dict(read[:i])]:
+        raise InputError(f"--lora {twice[0]} is given twice; expected each file once")
+    if missing := [file for file, _ in read if not Path(file).exists()]:
+        raise InputError(f"--lora {missing[0]}: there is no such file")
+    return dict(read)
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -131,6 +131,9 @@ def _fold_floats(graph: ir.Graph, opset: int) -> None:
         floats = [v for v in node.inputs if v is not None and v.dtype == _FLOAT]
         if not floats or any(v.dtype != _FLOAT or v.is_graph_output() for v in node.outputs):
             continue
+        # No arithmetic, and a weight that stays under its name may be exchanged.
+        if is_standard(node, "Transpose"):
+            continue
         if any(v is not None and not _is_small_constant(v) for v in node.inputs):
             continue
         made = evaluate(node, [constant_of(v) for v in node.inputs], opset, _FOLDED_ELEMENTS)

@@ -57,25 +57,33 @@ class Bound:
         self._memory: dict[str, Memory] = {}
         self._host: dict[str, np.ndarray] = {}
         self._addresses: dict[str, int] = {}
+        self._runs, self._budget = 0, budget
+        self._recording: Recording | None = None
+        # What lies in the machine's memory is read and written when the run is put on the stream: not by a recording.
+        on_host = any(tensor.on_host for tensor in plan.tensors.values())
+        self._is_recorded_here = not (plan.records_itself or on_host)
         # The output that each buffer becomes: the same memory where the engine says so, else copied back after.
         outputs = {tensor.alias: tensor.name for tensor in plan.tensors.values() if tensor.alias is not None}
         self._in_place = {past: outputs[past] for past in cached if past in outputs}
         self._copied = {past: past.replace(PAST, PRESENT, 1) for past in cached if past not in outputs}
         buffers = {*cached, *self._in_place.values()}
-        for tensor in plan.tensors.values():
-            if tensor.name not in buffers:
-                self._place(tensor, budget)
-        self._runs = 0
-        self._recording: Recording | None = None
+        try:
+            for tensor in plan.tensors.values():
+                if tensor.name not in buffers:
+                    self._place(tensor)
+        except BaseException:
+            # The traceback would hold it.
+            self._memory.clear()
+            raise
 
-    def _place(self, tensor: PlanTensor, budget: int | None) -> None:
+    def _place(self, tensor: PlanTensor) -> None:
         shape = self._shapes[tensor.name]
         if tensor.on_host:
             self._host[tensor.name] = np.zeros(shape, tensor.dtype)
             self._address(tensor.name, self._host[tensor.name].ctypes.data)
             return
         nbytes = math.prod(shape) * tensor.dtype.itemsize
-        self._memory[tensor.name] = self._device.allocate(nbytes, f"{tensor.name} of {self._plan.name}", budget)
+        self._memory[tensor.name] = self._device.allocate(nbytes, f"{tensor.name} of {self._plan.name}", self._budget)
         self._address(tensor.name, self._memory[tensor.name].address)
 
     def _address(self, name: str, address: int) -> bool:
@@ -98,7 +106,7 @@ class Bound:
         with np.errstate(over="ignore"):  # what does not fit a half comes out as not finite, which is looked for
             array = np.ascontiguousarray(value, tensor.dtype)
         if tensor.on_host:
-            self._host[name][...] = array
+            self._host[name][...] = array.reshape(self._shapes[name])
         else:
             self._device.write(self._memory[name].address, array)
 
@@ -113,9 +121,9 @@ class Bound:
             self._context.set_scratch(self._scratch.reserve(self._needed))
             self._scratch_version, moved = self._scratch.version, True
         if moved:
-            self._recording, self._runs = None, 0
+            self.forget()
         self._runs += 1
-        if self._recording is None and self._runs >= _RECORD_FROM and not self._plan.records_itself:
+        if self._is_recorded_here and self._recording is None and self._runs >= _RECORD_FROM:
             self._record()
         if self._recording is not None:
             self._recording.run()
@@ -126,20 +134,17 @@ class Bound:
             self._device.copy(self._memory[present].address, buffers[name].address, nbytes)
         self._device.wait()
 
+    def forget(self) -> None:
+        """Drops what was recorded: what it reads is elsewhere now, or another."""
+        self._recording, self._runs = None, 0
+
     def _record(self) -> None:
-        if not self._context.can_be_recorded():
-            return
         try:
             self._recording = self._device.record(self._context.put)
         except EngineError as error:
             # It runs as well without, only with more calls.
             _log.info("%s: its work cannot be recorded: %s", self._plan.name, error)
-            self._runs = -(1 << 62)
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether runs are one call."""
-        return self._recording is not None
+            self._is_recorded_here = False
 
     def result(self, name: str, dtype: str) -> np.ndarray:
         """An output as NumPy has it. Raises EngineError."""
@@ -154,7 +159,7 @@ class Bound:
         """An output in memory of its own on the GPU: the next run writes over the one here."""
         tensor, shape = self._plan.tensors[name], self._shapes[name]
         nbytes = math.prod(shape) * tensor.dtype.itemsize
-        memory = self._device.allocate(nbytes, f"{name} of {self._plan.name}", None)
+        memory = self._device.allocate(nbytes, f"{name} of {self._plan.name}", self._budget)
         if tensor.on_host:
             self._device.write(memory.address, self._host[name])
         else:

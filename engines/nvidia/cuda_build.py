@@ -51,7 +51,8 @@ def lower(model: ir.Model, options: CudaOptions) -> list[str]:
         narrow(model)
         notes += [f"{name} stays float32: {reason}" for name, reason in narrow.kept.items()]
     if options.provider == "tensorrt":
-        notes += lower_for_tensorrt(model, "tensorrt")
+        # Without plugins, which onnxruntime has no names for: what its provider leaves, the others must run.
+        notes += lower_for_tensorrt(model, "tensorrt-rtx")
     else:
         gathers, weights, attention = FuseGatherPass(), MatMulNBitsPass(), DecomposeAttentionPass(why_not_fused)
         for each in (gathers, weights, attention):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from intaglio.engines.nvidia.driver import call, open_driver
+from intaglio.engines.nvidia.driver import call, check, error_name, open_driver
 from intaglio.errors import EngineError, InputError
 
 _log = logging.getLogger(__name__)
@@ -24,7 +26,8 @@ class Device:
     """The first GPU that CUDA shows (CUDA_VISIBLE_DEVICES chooses), in its primary context, with a stream.
 
     ``used`` counts the bytes that engines and buffers of this process hold on it; the context itself, some hundred MiB,
-    is not among them.
+    is not among them. ``lock`` is held by whoever works: there is one stream, and all that is put on it while it
+    records is recorded.
     """
 
     def __init__(self, driver: Any) -> None:
@@ -42,7 +45,12 @@ class Device:
         self._context = self._call("cuDevicePrimaryCtxRetain", handle)
         self._call("cuCtxSetCurrent", self._context)
         self.stream = int(self._call("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
-        self.used = 0
+        self.used, self.lock = 0, threading.RLock()
+        # Finalizers count as well, in whichever thread they run.
+        self._counting = threading.RLock()
+        # The thread that records, which may not free memory meanwhile, and what a collection of garbage would have.
+        self._recorder: int | None = None
+        self._postponed: list[Callable[[], None]] = []
 
     def _call(self, function: str, *arguments: Any) -> Any:
         return call(self._driver, function, *arguments)
@@ -57,15 +65,16 @@ class Device:
         return int(free), int(total)
 
     def count(self, nbytes: int) -> None:
-        """Counts what others allocated, or with a minus gave back."""
-        self.used += nbytes
+        """Counts what was allocated, or with a minus given back."""
+        with self._counting:
+            self.used += nbytes
 
     def check_budget(self, nbytes: int, what: str, budget: int | None) -> None:
         """Raises InputError where ``nbytes`` more would be beyond the ``budget``."""
         if budget is not None and self.used + nbytes > budget:
             raise InputError(
-                f"the memory budget is {_mib(budget)} MiB of the GPU, and {what} needs {_mib(nbytes)} MiB beside the "
-                f"{_mib(self.used)} MiB that are held; allow {_mib(self.used + nbytes)} MiB, or make smaller sizes"
+                f"the memory budget is {mib(budget)} MiB of the GPU, and {what} needs {mib(nbytes)} MiB beside the "
+                f"{mib(self.used)} MiB that are held; allow {mib(self.used + nbytes)} MiB, or make smaller sizes"
             )
 
     def allocate(self, nbytes: int, what: str, budget: int | None = None) -> Memory:
@@ -79,22 +88,24 @@ class Device:
         if int(code) == _OUT_OF_MEMORY:
             free, total = self.free_bytes()
             raise EngineError(
-                f"the GPU ({self.name}) has not enough memory: {what} needs {_mib(size)} MiB, and {_mib(free)} of "
-                f"{_mib(total)} MiB are free. Make smaller sizes, close other programs, or give a memory budget"
+                f"the GPU ({self.name}) has not enough memory: {what} needs {mib(size)} MiB, and {mib(free)} of "
+                f"{mib(total)} MiB are free. Make smaller sizes, close other programs, or give a memory budget"
             )
         if int(code) != 0:
-            raise EngineError(f"CUDA's cuMemAlloc failed with {int(code)}")
-        self.used += size
+            raise EngineError(
+                f"CUDA's cuMemAlloc failed with {int(code)} ({error_name(self._driver, code)}) for {what}, {size} bytes"
+            )
+        self.count(size)
         return Memory(self, int(address), size)
 
     def free(self, address: int, size: int) -> None:
         """Gives memory back, once the work before has been done."""
-        try:
-            self.make_current()
+
+        def give_back() -> None:
             self._call("cuMemFree", address)
-        except EngineError as error:  # at the end of the process the driver may have gone first
-            _log.debug("%s", error)
-        self.used -= size
+            self.count(-size)
+
+        self._outside_recordings(give_back)
 
     def write(self, address: int, array: np.ndarray) -> None:
         """Copies a contiguous array to the GPU; it may be changed after."""
@@ -126,19 +137,25 @@ class Device:
     def record(self, work: Callable[[], None]) -> Recording:
         """Records what ``work`` puts on the stream, which does not run yet. Raises EngineError if it cannot be."""
         mode = self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        self._call("cuStreamBeginCapture", self.stream, mode)
-        try:
-            work()
-        except BaseException:
-            # Whatever came of it: a stream that goes on recording would be of no use.
-            self._driver.cuStreamEndCapture(self.stream)
-            raise
-        graph = self._call("cuStreamEndCapture", self.stream)
-        try:
-            executable = self._call("cuGraphInstantiate", graph, 0)
-        finally:
-            self._call("cuGraphDestroy", graph)
-        return Recording(self, executable)
+        with ExitStack() as after:
+            self._call("cuStreamBeginCapture", self.stream, mode)
+            self._recorder = threading.get_ident()
+            after.callback(self._give_back_postponed)
+            try:
+                work()
+            finally:
+                # Whatever came of it: a stream that goes on recording would be of no use.
+                code, graph = self._driver.cuStreamEndCapture(self.stream)
+                self._recorder = None
+                if int(code) == 0:
+                    after.callback(self._call, "cuGraphDestroy", graph)
+            check(self._driver, "cuStreamEndCapture", code)
+            return Recording(self, self._call("cuGraphInstantiate", graph, 0))
+
+    def _give_back_postponed(self) -> None:
+        postponed, self._postponed = self._postponed, []
+        for end in postponed:
+            self._outside_recordings(end)
 
     def launch(self, executable: Any) -> None:
         """Runs what was recorded."""
@@ -146,10 +163,17 @@ class Device:
 
     def destroy(self, executable: Any) -> None:
         """Lets a recording go."""
+        self._outside_recordings(lambda: self._call("cuGraphExecDestroy", executable))
+
+    def _outside_recordings(self, end: Callable[[], None]) -> None:
+        """Calls ``end`` now, or once what this thread records has been recorded."""
+        if self._recorder == threading.get_ident():
+            self._postponed.append(end)
+            return
         try:
             self.make_current()
-            self._call("cuGraphExecDestroy", executable)
-        except EngineError as error:
+            end()
+        except EngineError as error:  # at the end of the process the driver may have gone first
             _log.debug("%s", error)
 
 
@@ -210,5 +234,6 @@ def used_bytes() -> int:
     return sum(device.used for device in _OPENED)
 
 
-def _mib(size: int) -> int:
+def mib(size: int) -> int:
+    """Bytes in MiB, rounded up."""
     return -(-size >> 20)

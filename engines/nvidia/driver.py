@@ -24,8 +24,8 @@ def import_driver() -> Any:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
         raise RuntimeMissingError(
-            f"cuda-bindings cannot be imported ({error}). Install intaglio with its extra `tensorrt-rtx`: "
-            "from a checkout, pip install '.[tensorrt-rtx]'"
+            f"cuda-bindings cannot be imported ({error}). Install it with pip install cuda-bindings, or intaglio with "
+            "its extra `tensorrt-rtx`: from a checkout, pip install '.[tensorrt-rtx]'"
         ) from error
 
 
@@ -74,9 +74,14 @@ def device_files() -> str:
 def call(driver: Any, function: str, *arguments: Any) -> Any:
     """What a function of the driver gives besides its code. Raises EngineError naming function and code."""
     code, *results = getattr(driver, function)(*arguments)
+    check(driver, function, code)
+    return results[0] if len(results) == 1 else tuple(results) or None
+
+
+def check(driver: Any, function: str, code: Any) -> None:
+    """Raises EngineError naming function and code, where that is one of an error."""
     if int(code) != 0:
         raise EngineError(f"CUDA's {function} failed with {int(code)} ({error_name(driver, code)})")
-    return results[0] if len(results) == 1 else tuple(results) or None
 
 
 def error_name(driver: Any, code: Any) -> str:

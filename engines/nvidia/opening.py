@@ -44,7 +44,8 @@ def open_session(
     again = rebuild_command(weights, identity)
     plan = Plan(trt, device, artifact, again=again, runtime_cache=artifact.with_suffix(RUNTIME_CACHE), budget=budget)
     interface = runs_as(stage) if isinstance(stage, StageInfo) else stage
-    return GpuSession(name, plan, interface, identity.shapes, again=again, budget=budget)
+    graph = weights / stage.file if isinstance(stage, StageInfo) else None
+    return GpuSession(name, plan, interface, identity.shapes, again=again, budget=budget, graph=graph)
 
 
 def rebuild_command(weights: Path, identity: Identity) -> str:
@@ -55,6 +56,21 @@ def rebuild_command(weights: Path, identity: Identity) -> str:
         return engine.rebuild_command(weights, identity.target, engine.read_engine(weights, identity.target))
     except EngineError:
         return f"`{compile_command(weights, identity.target, identity)}`"
+
+
+def check_built_here(identity: Identity, device: str, version: str, again: str) -> None:
+    """Raises EngineError for an engine of full TensorRT that another kind of GPU or another version has built."""
+    if identity.device != device:
+        raise EngineError(
+            f"the engine was built on {identity.device}, and this is {device}: TensorRT's engines run on the kind of "
+            f"GPU that built them; build again with {again}"
+        )
+    built = identity.compiler.split()[-1]
+    if built.split(".")[:3] != version.split(".")[:3]:
+        raise EngineError(
+            f"the engine was built by TensorRT {built}, and TensorRT {version} is what Python imports: engines run "
+            f"with the version that built them; build again with {again}, or install TensorRT {built}"
+        )
 
 
 def check_rtx_capability(device: Device, sm: Sequence[int], again: str) -> None:

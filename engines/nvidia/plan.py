@@ -14,7 +14,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from intaglio.engines.nvidia.device import Device, Memory
+from intaglio.engines.nvidia.device import Device, Memory, mib
+from intaglio.engines.nvidia.refit import EngineWeights
 from intaglio.errors import EngineError, OutputError
 from intaglio.output import replaced_file
 
@@ -86,8 +87,8 @@ class Plan:
         device.make_current()
         device.check_budget(size, f"the engine of {self.name}", budget)
         self._engine = self._deserialize(artifact, again)
-        self._count = weakref.finalize(self, device.count, -size)
         device.count(size)
+        self._counted = weakref.finalize(self, device.count, -size)
         self.tensors = {tensor.name: tensor for tensor in self._tensors()}
         self.profiles = [self._profile(i) for i in range(self._engine.num_optimization_profiles)]
         # TensorRT for RTX compiles on the GPU, and records its work itself.
@@ -109,9 +110,19 @@ class Plan:
         if engine is None:
             raise EngineError(
                 f"{artifact}: TensorRT {self._trt.__version__} cannot load it on {self.device.name}: "
-                f"{self.last_said()}; build again with {again}"
+                f"{self.last_said()}{self._short_of(artifact.stat().st_size)}; build again with {again}"
             )
         return engine
+
+    def _short_of(self, nbytes: int) -> str:
+        """What is said besides, where the GPU may be too full for ``nbytes``."""
+        free, total = self.device.free_bytes()
+        if nbytes <= free:
+            return ""
+        return (
+            f". It needs at least {mib(nbytes)} MiB, and {mib(free)} of {mib(total)} MiB are free: close other "
+            "programs, or give a memory budget so that other stages leave first"
+        )
 
     def _why(self, found: int) -> str:
         members = self._trt.EngineInvalidityDiagnostics.__members__
@@ -171,9 +182,14 @@ class Plan:
         """Writes what was compiled for this GPU, where there is more of it than before. It only saves time."""
         if self._config is None or self._cache_file is None:
             return
-        self.device.make_current()
-        content = bytes(memoryview(self._config.get_runtime_cache().serialize()))
-        if len(content) == self._cache_bytes:
+        try:
+            self.device.make_current()
+        except EngineError as error:  # at the end of the process the driver may have gone first
+            _log.debug("%s", error)
+            return
+        made = self._config.get_runtime_cache().serialize()
+        content = bytes(memoryview(made)) if made is not None else b""
+        if not content or len(content) == self._cache_bytes:
             return
         try:
             with replaced_file(self._cache_file) as file:
@@ -181,6 +197,18 @@ class Plan:
             self._cache_bytes = len(content)
         except OutputError as error:
             _log.info("the runtime cache cannot be written: %s", error)
+
+    def close(self) -> None:
+        """Lets the engine go, though somebody, as a traceback does, may hold the plan."""
+        self._engine = self._config = self._runtime = None
+        self._counted()
+
+    def weights(self) -> EngineWeights:
+        """What of the engine can be exchanged. Raises EngineError where it was built without."""
+        self.device.make_current()
+        if not self._engine.refittable:
+            raise EngineError(f"{self.name}: was compiled without --refit, so that no weight of it can be exchanged")
+        return EngineWeights(self._trt, self._engine, self._runtime.logger)
 
     def new_context(self) -> Context:
         """A context, without memory to work in. Raises EngineError."""
@@ -199,7 +227,10 @@ class Context:
 
     def __init__(self, plan: Plan, context: Any) -> None:
         self._plan, self._context = plan, context
-        self._scratch: Memory | None = None
+
+    def close(self) -> None:
+        """Lets go of TensorRT's, which holds its engine."""
+        self._context = None
 
     def set_shapes(self, profile: int, shapes: Mapping[str, Shape]) -> int:
         """The shapes of all inputs; returns the bytes that it needs to work in."""
@@ -230,11 +261,6 @@ class Context:
     def put(self) -> None:
         """Puts the run on the stream. Raises EngineError."""
         self._check(self._context.execute_async_v3(self._plan.device.stream), "the run")
-
-    def can_be_recorded(self) -> bool:
-        """Whether a run is a fixed sequence of work on the stream."""
-        asks = getattr(self._context, "is_stream_capturable", None)
-        return asks is None or bool(asks(self._plan.device.stream))
 
     def _check(self, succeeded: bool, what: str) -> None:
         if not succeeded:

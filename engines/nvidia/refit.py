@@ -17,6 +17,8 @@ from intaglio.errors import EngineError, InputError
 
 # How the two matrices of a low-rank branch beside a quantized weight are named after their module.
 _DOWN, _UP = "lora_A.weight", "lora_B.weight"
+# Behind the name of a weight that was narrowed.
+_NARROWED = ".float16"
 # Exchanged at a time: what is computed must stay in memory until TensorRT has read it.
 _BATCH_BYTES = 256 << 20
 
@@ -38,6 +40,8 @@ class LoraTerm:
 # By the name of the weight.
 LoraTerms = Mapping[str, LoraTerm]
 _Mix = tuple[tuple[str, float], ...]
+# Exchanges weights, together; what others hold now is told by name, where TensorRT wants them along with these.
+Exchange = Callable[[Mapping[str, np.ndarray], Callable[[str], np.ndarray]], None]
 
 
 class BaseWeights:
@@ -48,8 +52,11 @@ class BaseWeights:
 
         self._values = ir.load(graph).graph.initializers
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._values
+    @property
+    def names(self) -> set[str]:
+        """The weights of the checkpoint, those that are quantized too."""
+        found = {name.removesuffix(".codes") for name in self._values}
+        return {name for name in found if name.endswith(".weight") and not name.endswith((f".{_DOWN}", f".{_UP}"))}
 
     def __call__(self, name: str) -> np.ndarray:
         """The weight ``name``. Raises EngineError."""
@@ -73,17 +80,23 @@ class Refit:
         self,
         base: Callable[[str], np.ndarray],
         names: Collection[str],
-        write: Callable[[Mapping[str, np.ndarray]], None],
+        write: Exchange,
     ) -> None:
         self._base, self._names, self._write = base, frozenset(names), write
         self._adapters: dict[str, dict[str, LoraTerm]] = {}
         # What each weight of the engine is made of; None: an exchange failed, and nobody knows.
         self._held: dict[str, _Mix | None] = {}
+        self._strengths: dict[str, float] = {}
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The adapters that are known."""
+        return tuple(self._adapters)
 
     @property
     def strengths(self) -> dict[str, float]:
-        """The adapters that some weight has now."""
-        return dict(sorted({each for mix in self._held.values() for each in mix or ()}))
+        """What was asked for last, without strengths of 0."""
+        return dict(self._strengths)
 
     def add(self, name: str, terms: LoraTerms) -> None:
         """Makes an adapter known, with the strength 0.
@@ -129,14 +142,21 @@ class Refit:
         changed = sorted(weight for weight, mix in mixes.items() if self._held.get(weight, ()) != mix)
         for weight in changed:
             self._check_rank(weight, mixes[weight])
+        self._strengths = {name: float(strengths[name]) for name in sorted(strengths) if strengths[name]}
         written: list[str] = []
         for weights, arrays in self._batches(changed, mixes):
             self._held |= dict.fromkeys(weights)
-            self._write(arrays)
+            self._write(arrays, self._current)
             self._held |= {weight: mixes[weight] for weight in weights}
             written += arrays
         self._held = {weight: mix for weight, mix in self._held.items() if mix != ()}
         return written
+
+    def _current(self, name: str) -> np.ndarray:
+        """What the engine holds under a name, also where that is half of a branch."""
+        module = next((name.removesuffix(f".{end}") for end in (_DOWN, _UP) if name.endswith(f".{end}")), None)
+        weight = name if module is None or self._branch(f"{module}.weight") is None else f"{module}.weight"
+        return self._computed(weight, self._held.get(weight) or ())[name]
 
     def _known(self, name: str) -> None:
         if name not in self._adapters:
@@ -191,17 +211,19 @@ class Refit:
         branch = self._branch(weight)
         if branch is None:
             base = self._base(weight)
+            if not terms:
+                return {weight: base}
             total = base.astype(np.float32)
             for term, strength in terms:
                 total = total + _float32(term.up) * np.float32(term.scale * strength) @ _float32(term.down)
-            return {weight: total.astype(base.dtype)}
+            return {weight: _rounded(total, base.dtype)}
         down, up = (self._base(name) for name in branch)
         free = np.flatnonzero(~up.astype(np.float32).any(axis=0))
         new_down, new_up = down.copy(), up.copy()
         for term, strength in terms:
             own, free = free[: term.rank], free[term.rank :]
-            new_down[own] = _float32(term.down).astype(down.dtype)
-            new_up[:, own] = (_float32(term.up) * np.float32(term.scale * strength)).astype(up.dtype)
+            new_down[own] = _rounded(term.down, down.dtype)
+            new_up[:, own] = _rounded(_float32(term.up) * np.float32(term.scale * strength), up.dtype)
         return {branch[0]: new_down, branch[1]: new_up}
 
 
@@ -209,29 +231,59 @@ def _float32(array: np.ndarray) -> np.ndarray:
     return array.astype(np.float32, copy=False)
 
 
+def _rounded(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    with np.errstate(over="ignore"):  # what comes out as not finite is refused when it is exchanged
+        return array.astype(dtype)
+
+
 class EngineWeights:
     """What of a loaded engine can be exchanged, and the exchange. ``engine`` is TensorRT's."""
 
     def __init__(self, trt: Any, engine: Any, logger: Any) -> None:
         self._trt, self._refitter = trt, trt.Refitter(engine, logger)
-        self.names: tuple[str, ...] = tuple(self._refitter.get_all_weights())
+        # Names in the engine, by the checkpoint's: one that is narrowed has another, and both may be there.
+        self._stored: dict[str, list[str]] = {}
+        for name in self._refitter.get_all_weights():
+            self._stored.setdefault(name.removesuffix(_NARROWED), []).append(name)
+        self.names = tuple(self._stored)
 
-    def __call__(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Exchanges these weights, in the dtype that the engine has them in. Raises EngineError."""
+    def __call__(self, arrays: Mapping[str, np.ndarray], current: Callable[[str], np.ndarray]) -> None:
+        """Exchanges these weights, in the dtype that the engine has them in, with those that it joined them with.
+
+        ``current`` is what a weight holds now. Raises EngineError, InputError for what that dtype does not hold.
+        """
+        kept: dict[str, np.ndarray] = {}
+        try:
+            for name, array in arrays.items():
+                for stored in self._stored.get(name, [name]):
+                    self._set(stored, array, kept)
+            while missing := [name for name in self._refitter.get_missing_weights() if name not in kept]:
+                for stored in missing:
+                    self._set(stored, current(stored.removesuffix(_NARROWED)), kept)
+            if not self._refitter.refit_cuda_engine():
+                raise EngineError(f"TensorRT cannot exchange {', '.join(list(arrays)[:4])}, …")
+        finally:
+            # It would read them again in the next exchange, from memory that is gone by then.
+            for name in kept:
+                self._refitter.unset_named_weights(name)
+
+    def _set(self, name: str, array: np.ndarray, kept: dict[str, np.ndarray]) -> None:
         import ml_dtypes
 
-        trt, kept = self._trt, []
+        trt = self._trt
         numpy = {trt.float32: np.float32, trt.float16: np.float16, trt.bfloat16: ml_dtypes.bfloat16}
-        for name, array in arrays.items():
-            wanted = self._refitter.get_weights_prototype(name)
-            if wanted.dtype not in numpy or wanted.size != array.size:
-                raise EngineError(
-                    f"{name}: the engine holds {wanted.size} numbers of {wanted.dtype}, expected {array.size} of a "
-                    "float type; compile the bundle again"
-                )
-            kept.append(np.ascontiguousarray(array.astype(numpy[wanted.dtype], copy=False)))
-            given = trt.Weights(wanted.dtype, kept[-1].ctypes.data, kept[-1].size)
-            if not self._refitter.set_named_weights(name, given):
-                raise EngineError(f"{name}: TensorRT refuses the new weight")
-        if not self._refitter.refit_cuda_engine():
-            raise EngineError(f"TensorRT cannot exchange {', '.join(list(arrays)[:4])}, …")
+        prototype = self._refitter.get_weights_prototype(name)
+        if prototype.dtype not in numpy or prototype.size != array.size:
+            raise EngineError(
+                f"{name}: the engine holds {prototype.size} numbers of {prototype.dtype}, expected {array.size} of a "
+                "float type; compile the bundle again"
+            )
+        rounded = np.ascontiguousarray(_rounded(array, np.dtype(numpy[prototype.dtype])))
+        if not np.isfinite(rounded.astype(np.float32, copy=False)).all():
+            raise InputError(
+                f"{name}: with these adapters it has values that {rounded.dtype.name} does not hold; give them less "
+                "strength"
+            )
+        kept[name] = rounded
+        if not self._refitter.set_named_weights(name, trt.Weights(prototype.dtype, rounded.ctypes.data, rounded.size)):
+            raise EngineError(f"{name}: TensorRT refuses the new weight")

@@ -5,9 +5,12 @@ Shape suffixes: B batch, K key heads, S new tokens, C context, E numbers of a he
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +19,8 @@ from intaglio.engines.kv_cache import PAST, PRESENT, FilledPast
 from intaglio.engines.nvidia.bound import Bound
 from intaglio.engines.nvidia.cache_buffers import POSITION, TOKENS, buffer, buffered_feeds
 from intaglio.engines.nvidia.device import Device, Memory
-from intaglio.engines.nvidia.plan import Plan, PlanTensor, Shape
+from intaglio.engines.nvidia.plan import Context, Plan, PlanTensor, Shape
+from intaglio.engines.nvidia.refit import BaseWeights, EngineWeights, Exchange, Refit
 from intaglio.engines.shapes import Interface, check_feeds
 from intaglio.errors import EngineError, InputError
 from intaglio.exporters.bundle import Dim
@@ -32,6 +36,11 @@ class GpuCache:
         self.batch, self.buffers = batch, buffers
         self.length = 0
 
+    def free(self) -> None:
+        """Gives its memory back now."""
+        for memory in self.buffers.values():
+            memory.free()
+
 
 class GpuSession:
     """A stage on the GPU. ``run`` takes and gives NumPy arrays; outputs named ``resident`` stay on the GPU, as
@@ -39,7 +48,9 @@ class GpuSession:
 
     Memory is taken for a set of shapes when it is first run, and kept for the last few sets; what an engine works in is
     shared by all of them. From the second run of a set on, its work is recorded and run as one call. ``again`` is the
-    command that compiles the stage, for messages; ``budget`` bounds what this process holds on the GPU, in bytes.
+    command that compiles the stage, for messages; ``budget`` bounds what this process holds on the GPU, in bytes;
+    ``graph`` is the portable graph with the base weights, of which adapters are computed. Threads may share a session:
+    runs on one GPU come one after the other.
     """
 
     def __init__(
@@ -51,19 +62,42 @@ class GpuSession:
         *,
         again: str = "",
         budget: int | None = None,
+        graph: Path | None = None,
     ) -> None:
         self.name, self.stage, self.dims = name, stage, dict(dims)
-        self._plan, self._device, self._again, self._budget = plan, plan.device, again, budget
+        self._opened: Plan | None = plan
+        self._device, self._again, self._budget = plan.device, again, budget
+        self._graph = graph
+        self._refit: Refit | None = None
         self._scratch = Scratch(plan.device, name, budget)
         self._bound: OrderedDict[tuple[Shape, ...], Bound] = OrderedDict()
         pasts = [tensor for tensor in stage.inputs if tensor.name.startswith(PAST)]
         self._pasts = pasts if POSITION in plan.tensors else []
-        self._close = weakref.finalize(self, plan.save_cache)
+        self._save = weakref.finalize(self, plan.save_cache)
 
     def close(self) -> None:
-        """Lets go of what it holds on the GPU; it cannot be used after."""
-        self._bound.clear()
-        self._close()
+        """Lets go of what it holds on the GPU, also where it was closed before; a run after that raises EngineError."""
+        with self._device.lock:
+            if self._opened is None:
+                return
+            self._device.make_current()
+            self._unbind()
+            self._scratch.free()
+            self._save()
+            self._opened.close()
+            self._opened = self._refit = None
+
+    @property
+    def _plan(self) -> Plan:
+        if self._opened is None:
+            raise EngineError(f"{self.name}: its session was closed; load the stage again")
+        return self._opened
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        with self._device.lock:
+            self._plan.device.make_current()
+            yield
 
     def run(
         self,
@@ -79,11 +113,11 @@ class GpuSession:
         engine was not built for, EngineError if the run fails.
         """
         self._check(feeds)
-        if self._pasts:
-            return self._run_whole(feeds, outputs)
-        names = [tensor.name for tensor in self.stage.outputs if outputs is None or tensor.name in outputs]
-        bound = self._run(feeds)
-        return self._results(bound, names, resident)
+        with self._working():
+            if self._pasts:
+                return self._run_whole(feeds, outputs)
+            names = [tensor.name for tensor in self.stage.outputs if outputs is None or tensor.name in outputs]
+            return self._results(self._run(feeds), names, resident)
 
     def new_cache(self, batch: int) -> GpuCache | None:
         """An empty key-value cache for :meth:`run_with_cache`; None if this stage takes and gives its cache whole.
@@ -92,17 +126,20 @@ class GpuSession:
         """
         if not self._pasts:
             return None
-        self._device.make_current()
-        buffers = {}
-        for past in self._pasts:
-            tensor = self._plan.tensors[past.name]
-            shape = (batch, *tensor.shape[1:])
-            nbytes = int(np.prod(shape)) * tensor.dtype.itemsize
-            memory = self._device.allocate(nbytes, f"the key-value cache of {self.name}", self._budget)
-            # What is not written yet is hidden by a mask, which does not hide what is not a number.
-            self._device.clear(memory.address, nbytes)
-            buffers[past.name] = memory
-        return GpuCache(batch, buffers)
+        cache = GpuCache(batch, {})
+        with self._working():
+            try:
+                for past in self._pasts:
+                    tensor = self._plan.tensors[past.name]
+                    nbytes = math.prod((batch, *tensor.shape[1:])) * tensor.dtype.itemsize
+                    memory = self._device.allocate(nbytes, f"the key-value cache of {self.name}", self._budget)
+                    cache.buffers[past.name] = memory
+                    # What is not written yet is hidden by a mask, which does not hide what is not a number.
+                    self._device.clear(memory.address, nbytes)
+            except BaseException:
+                cache.free()
+                raise
+        return cache
 
     def run_with_cache(
         self, feeds: Mapping[str, np.ndarray], outputs: Collection[str], cache: GpuCache
@@ -114,9 +151,46 @@ class GpuSession:
         first, *others = self._pasts
         filled = {first.name: FilledPast(first, cache)}
         self._check({**feeds, **filled}, unchecked={tensor.name for tensor in others})
-        found = self._results(self._append(feeds, cache), list(outputs), ())
-        cache.length += feeds[TOKENS].shape[1]
+        with self._working():
+            found = self._results(self._append(feeds, cache), list(outputs), ())
+            cache.length += feeds[TOKENS].shape[1]
         return found
+
+    @property
+    def refit(self) -> Refit:
+        """The adapters that the engine has, and how strong.
+
+        Raises EngineError where it was compiled without ``--refit``.
+        """
+        with self._working():
+            if self._refit is None:
+                try:
+                    weights = self._plan.weights()
+                except EngineError as error:
+                    raise EngineError(
+                        f"{error}. Compile again with {self._again.removesuffix('`')} --refit`"
+                    ) from error
+                if self._graph is None:
+                    raise EngineError(f"{self.name}: the graph with its base weights is gone; adapters need a bundle")
+
+                self._refit = Refit(BaseWeights(self._graph), weights.names, self._exchanged(weights))
+            return self._refit
+
+    def _exchanged(self, weights: EngineWeights) -> Exchange:
+        # A session that held itself would keep its memory until garbage is collected.
+        itself = weakref.ref(self)
+
+        def exchange(arrays: Mapping[str, np.ndarray], current: Callable[[str], np.ndarray]) -> None:
+            if (session := itself()) is None:
+                raise EngineError("the session of these adapters is gone; load the stage again")
+            with session._working():
+                # Nothing may be under way meanwhile.
+                session._device.wait()
+                for bound in session._bound.values():
+                    bound.forget()
+                weights(arrays, current)
+
+        return exchange
 
     # --- one run ---------------------------------------------------------------------------------------------
 
@@ -131,7 +205,6 @@ class GpuSession:
 
     def _run(self, feeds: Mapping[str, Any], buffers: Mapping[str, Memory] | None = None) -> Bound:
         """Runs the engine. ``buffers`` are inputs that lie on the GPU and are changed in place."""
-        self._device.make_current()
         shapes = {name: tuple(feed.shape) for name, feed in feeds.items()}
         for name in buffers or {}:
             shapes[name] = (shapes[TOKENS][0], *self._plan.tensors[name].shape[1:])
@@ -152,11 +225,26 @@ class GpuSession:
             _, oldest = self._bound.popitem(last=False)
             # Making one takes long where it compiles.
             context = oldest.release()
-        cached = [tensor.name for tensor in self._pasts]
         context = context or self._plan.new_context()
-        bound = Bound(self._plan, context, self._scratch, profile, shapes, cached, self._budget)
-        self._bound[key] = bound
-        return bound
+        try:
+            self._bound[key] = self._bind(context, profile, shapes)
+        except (InputError, EngineError):
+            if not self._bound:
+                raise
+            # There may be room without the other sets.
+            self._unbind()
+            self._bound[key] = self._bind(context, profile, shapes)
+        return self._bound[key]
+
+    def _unbind(self) -> None:
+        # A traceback may hold them.
+        for bound in self._bound.values():
+            bound.release().close()
+        self._bound.clear()
+
+    def _bind(self, context: Context, profile: int, shapes: Mapping[str, Shape]) -> Bound:
+        cached = [tensor.name for tensor in self._pasts]
+        return Bound(self._plan, context, self._scratch, profile, shapes, cached, self._budget)
 
     def _profile_for(self, shapes: Mapping[str, Shape]) -> int:
         """The first profile that takes these shapes. Raises InputError saying which dim does not fit."""
@@ -227,7 +315,7 @@ class GpuSession:
                 )
 
     def _wider(self, dim: str) -> str:
-        return f'Compile for it, with --shapes "{dim}=MIN:OPT:MAX": {self._again}'
+        return f'Compile for it, with "{dim}=MIN:OPT:MAX" in --shapes: {self._again}'
 
     # --- a cache that is given whole -------------------------------------------------------------------------
 
@@ -239,27 +327,30 @@ class GpuSession:
     def _run_whole(self, feeds: Mapping[str, np.ndarray], outputs: Collection[str] | None) -> dict[str, np.ndarray]:
         past = {tensor.name: feeds[tensor.name] for tensor in self._pasts}
         batch, length = (next(iter(past.values())).shape[axis] for axis in (0, 2))
-        cache = self.new_cache(batch)
-        assert cache is not None, "there is a cache"
         if length > self._context:
             raise InputError(
                 f"{self.name}: the past has {length} tokens, and the engine's context is {self._context}. "
                 f"{self._wider('total_sequence')}"
             )
-        for name, array in past.items():
-            whole = buffer(array.astype(self._plan.tensors[name].dtype), self._context)
-            self._device.write(cache.buffers[name].address, whole)
-        cache.length = length
-        bound = self._append({name: feed for name, feed in feeds.items() if name not in past}, cache)
-        names = [tensor.name for tensor in self.stage.outputs if outputs is None or tensor.name in outputs]
-        presents = {name.replace(PAST, PRESENT, 1): name for name in past}
-        found = self._results(bound, [name for name in names if name not in presents], ())
-        length += feeds[TOKENS].shape[1]
-        for name in names:
-            if name in presents:
-                whole = self._read_past(self._plan.tensors[presents[name]], cache, presents[name])
-                found[name] = whole[:, :, :length].astype(past[presents[name]].dtype)
-        return {name: found[name] for name in names}
+        cache = self.new_cache(batch)
+        assert cache is not None, "there is a cache"
+        try:
+            for name, array in past.items():
+                whole = buffer(array.astype(self._plan.tensors[name].dtype), self._context)
+                self._device.write(cache.buffers[name].address, whole)
+            cache.length = length
+            bound = self._append({name: feed for name, feed in feeds.items() if name not in past}, cache)
+            names = [tensor.name for tensor in self.stage.outputs if outputs is None or tensor.name in outputs]
+            presents = {name.replace(PAST, PRESENT, 1): name for name in past}
+            found = self._results(bound, [name for name in names if name not in presents], ())
+            length += feeds[TOKENS].shape[1]
+            for name in names:
+                if name in presents:
+                    whole = self._read_past(self._plan.tensors[presents[name]], cache, presents[name])
+                    found[name] = whole[:, :, :length].astype(past[presents[name]].dtype)
+            return {name: found[name] for name in names}
+        finally:
+            cache.free()
 
     def _read_past(self, tensor: PlanTensor, cache: GpuCache, name: str) -> np.ndarray:
         whole = np.empty((cache.batch, *tensor.shape[1:]), tensor.dtype)
@@ -282,13 +373,17 @@ class Scratch:
         """At least ``nbytes``. Raises InputError beyond the budget, EngineError where the GPU is full."""
         if self.memory is None or self.memory.nbytes < nbytes:
             # Never both: the old one goes first.
-            if self.memory is not None:
-                self._device.wait()
-                self.memory.free()
-                self.memory = None
-            self.version += 1
+            self.free()
             self.memory = self._device.allocate(nbytes, f"what {self._name} works in", self._budget)
         return self.memory
+
+    def free(self) -> None:
+        """Gives it back now; what was recorded is of no use after."""
+        if self.memory is not None:
+            self._device.wait()
+            self.memory.free()
+            self.memory = None
+            self.version += 1
 
 
 def _range_text(least: int, most: int) -> str:

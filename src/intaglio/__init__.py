@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,12 +110,14 @@ def load(
     compute_units: str | None = None,
     memory_budget: int | None = None,
     keep_loaded: bool = True,
+    lora: Mapping[str, float] | None = None,
 ) -> Any:
     """Opens what ``compile`` built: a bundle as its pipeline, an ONNX file or its engine's folder as an ``OnnxModel``.
 
     ``threads`` is of the target ``cpu``, ``compute_units`` of ``coreml``: ``all``, ``cpu``, ``cpu+gpu`` or ``cpu+ne``.
     ``memory_budget`` is what the process may come to while it paints, in bytes; without ``keep_loaded`` a picture's
-    stages leave memory after their last use in each call. See ``runtimes.load.load`` and
+    stages leave memory after their last use in each call. ``lora`` are adapters by file with their strengths, of the
+    target ``tensorrt``. See ``runtimes.load.load`` and
     ``engines.model_engine.load_model`` for the errors.
     """
     from intaglio.engines.model_engine import find_model_engine, load_model
@@ -126,6 +128,8 @@ def load(
     if find_model_engine(path, target) is not None:
         if memory_budget is not None or not keep_loaded:
             raise InputError(f"{source}: is an ONNX model; memory_budget and keep_loaded are for picture bundles")
+        if lora:
+            raise InputError(f"{source}: is an ONNX model; lora is for bundles")
         return load_model(path, target, **session_options(target, threads=threads, compute_units=compute_units))
     from intaglio.runtimes.load import load as load_bundle
 
@@ -136,6 +140,7 @@ def load(
         compute_units=compute_units,
         memory_budget=memory_budget,
         keep_loaded=keep_loaded,
+        lora=lora,
     )
 
 

@@ -18,6 +18,8 @@ from intaglio.engines.nvidia.cuda_ops import runs_on_cpu
 from intaglio.engines.nvidia.cuda_session import CUDA, TENSORRT, gpu_providers
 from intaglio.errors import EngineError, InputError, RuntimeMissingError
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -43,6 +45,14 @@ def test_text_is_that_of_the_cpu(bundle: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_parity_without_a_gpu(bundle: Path) -> None:
     report = intaglio.parity(bundle, "cuda", keep_going=True)
+    assert max(difference.relative_l2 for difference in report.differences) <= 1e-5
+
+
+@pytest.mark.parametrize("provider", ["cuda", "tensorrt"])
+def test_ternary_weights_for_either_provider(provider: str, tmp_path: Path) -> None:
+    intaglio.export(ROOT / "demo" / "emoji", tmp_path / "bundle", stages=["transformer"])
+    intaglio.compile(tmp_path / "bundle", "cuda", provider=provider)
+    report = intaglio.parity(tmp_path / "bundle", "cuda", keep_going=True)
     assert max(difference.relative_l2 for difference in report.differences) <= 1e-5
 
 

@@ -1,16 +1,15 @@
-"""Stands in for a GPU: CUDA's driver over NumPy memory, and TensorRT's runtime over onnxruntime.
+"""Stands in for a GPU: TensorRT's runtime over onnxruntime, and CUDA's driver of ``cuda_stand_in``.
 
 An "engine" is the lowered graph with its profiles, which the build writes where TensorRT would write a plan. The names
-are those of the real bindings: ``test_session`` compares them. Work on the stream is done when it is waited for, so
-that what does not wait finds nothing; memory is filled with what is no number, so that what nobody wrote is seen.
+are those of the real bindings: ``test_real_bindings`` compares them, and what is called.
 """
 
 from __future__ import annotations
 
 import enum
+import io
 import json
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,162 +20,10 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from cuda_stand_in import POISON, Driver, host_bytes
 
 from intaglio.engines.lowering.widen_dtype import WidenDtypePass
 from intaglio.engines.nvidia.profiles import Range
-
-POISON = 0xFF
-_OUT_OF_MEMORY, _INVALID = 2, 1
-Work = Callable[[], None]
-
-
-# --- CUDA --------------------------------------------------------------------------------------------------------
-
-
-class Code(int):
-    """A result code."""
-
-
-@dataclass
-class Driver:
-    """``cuda.bindings.driver`` of one GPU of ``total`` bytes. What it was asked for is counted."""
-
-    capability: tuple[int, int] = (8, 6)
-    total: int = 8 << 30
-    init_code: int = 0
-    count: int = 1
-    memory: dict[int, np.ndarray] = field(default_factory=dict)
-    queue: list[Work] = field(default_factory=list)
-    recorded: list[Work] | None = None
-    graphs: dict[int, list[Work]] = field(default_factory=dict)
-    launches: int = 0
-    recordings: int = 0
-    most_bytes: int = 0
-    fails_to_record: bool = False
-    _next: int = 0x7F0000000000
-
-    CUdevice_attribute = types.SimpleNamespace(
-        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=75, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=76
-    )
-    CUstream_flags = types.SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
-    CUstreamCaptureMode = types.SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
-
-    @property
-    def used(self) -> int:
-        return sum(map(len, self.memory.values()))
-
-    def at(self, address: int, nbytes: int) -> np.ndarray:
-        """The bytes there, which must be of one allocation that has not been given back."""
-        for start, content in self.memory.items():
-            if start <= address and address + nbytes <= start + len(content):
-                return content[address - start : address - start + nbytes]
-        raise AssertionError(f"{nbytes} bytes at {address:#x} are no memory of the GPU")
-
-    def put(self, work: Work) -> tuple[Code]:
-        (self.queue if self.recorded is None else self.recorded).append(work)
-        return (Code(0),)
-
-    def cuInit(self, flags: int) -> tuple[Code]:
-        return (Code(self.init_code),)
-
-    def cuGetErrorName(self, code: int) -> tuple[Code, bytes]:
-        return Code(0), {2: b"CUDA_ERROR_OUT_OF_MEMORY", 100: b"CUDA_ERROR_NO_DEVICE"}.get(int(code), b"CUDA_ERROR")
-
-    def cuDeviceGetCount(self) -> tuple[Code, int]:
-        return Code(0), self.count
-
-    def cuDeviceGet(self, ordinal: int) -> tuple[Code, int]:
-        return Code(0), ordinal
-
-    def cuDeviceGetName(self, length: int, device: int) -> tuple[Code, bytes]:
-        return Code(0), b"Stand-in GPU".ljust(length, b"\0")
-
-    def cuDeviceGetAttribute(self, attribute: int, device: int) -> tuple[Code, int]:
-        return Code(0), self.capability[attribute - 75]
-
-    def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[Code, str]:
-        return Code(0), "context"
-
-    def cuCtxSetCurrent(self, context: str) -> tuple[Code]:
-        return (Code(0 if context == "context" else _INVALID),)
-
-    def cuStreamCreate(self, flags: int) -> tuple[Code, int]:
-        return Code(0), 7
-
-    def cuStreamSynchronize(self, stream: int) -> tuple[Code]:
-        assert stream == 7 and self.recorded is None, "a stream that records cannot be waited for"
-        queue, self.queue = self.queue, []
-        for work in queue:
-            work()
-        return (Code(0),)
-
-    def cuMemGetInfo(self) -> tuple[Code, int, int]:
-        return Code(0), self.total - self.used, self.total
-
-    def cuMemAlloc(self, nbytes: int) -> tuple[Code, int]:
-        assert self.recorded is None, "no memory while the stream records"
-        if self.used + nbytes > self.total:
-            return Code(_OUT_OF_MEMORY), 0
-        address, self._next = self._next, self._next + nbytes + 4096
-        self.memory[address] = np.full(nbytes, POISON, np.uint8)
-        self.most_bytes = max(self.most_bytes, self.used)
-        return Code(0), address
-
-    def cuMemFree(self, address: int) -> tuple[Code]:
-        # As the real one, it waits for what may use the memory.
-        if self.recorded is None:
-            self.cuStreamSynchronize(7)
-        del self.memory[int(address)]
-        return (Code(0),)
-
-    def cuMemcpyHtoDAsync(self, target: int, source: int, nbytes: int, stream: int) -> tuple[Code]:
-        return self.put(lambda: _copy(self.at(target, nbytes), _host(source, nbytes)))
-
-    def cuMemcpyDtoHAsync(self, target: int, source: int, nbytes: int, stream: int) -> tuple[Code]:
-        return self.put(lambda: _copy(_host(target, nbytes), self.at(source, nbytes)))
-
-    def cuMemcpyDtoDAsync(self, target: int, source: int, nbytes: int, stream: int) -> tuple[Code]:
-        return self.put(lambda: _copy(self.at(target, nbytes), self.at(source, nbytes)))
-
-    def cuMemsetD8Async(self, target: int, value: int, count: int, stream: int) -> tuple[Code]:
-        return self.put(lambda: self.at(target, count).fill(value))
-
-    def cuStreamBeginCapture(self, stream: int, mode: int) -> tuple[Code]:
-        assert not self.queue, "nothing of before is to be waited for"
-        self.recorded = []
-        return (Code(0),)
-
-    def cuStreamEndCapture(self, stream: int) -> tuple[Code, list[Work] | None]:
-        recorded, self.recorded = self.recorded, None
-        return (Code(901), None) if self.fails_to_record else (Code(0), recorded)
-
-    def cuGraphInstantiate(self, graph: list[Work], flags: int) -> tuple[Code, int]:
-        self.recordings += 1
-        self.graphs[self.recordings] = graph
-        return Code(0), self.recordings
-
-    def cuGraphLaunch(self, graph: int, stream: int) -> tuple[Code]:
-        self.launches += 1
-        self.queue.extend(self.graphs[graph])
-        return (Code(0),)
-
-    def cuGraphDestroy(self, graph: list[Work]) -> tuple[Code]:
-        return (Code(0),)
-
-    def cuGraphExecDestroy(self, graph: int) -> tuple[Code]:
-        del self.graphs[graph]
-        return (Code(0),)
-
-
-def _host(address: int, nbytes: int) -> np.ndarray:
-    import ctypes
-
-    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
-
-
-def _copy(target: np.ndarray, source: np.ndarray) -> None:
-    target[...] = source
-
 
 # --- TensorRT ----------------------------------------------------------------------------------------------------
 
@@ -186,7 +33,7 @@ class ILogger:
 
     INTERNAL_ERROR, ERROR, WARNING, INFO, VERBOSE = range(5)
 
-    def log(self, severity: int, message: str) -> None:
+    def log(self, severity: int, msg: str) -> None:
         """Overridden."""
 
 
@@ -272,22 +119,26 @@ class IRuntimeConfig:
 class Runtime:
     """Reads engines that the stand-in built."""
 
-    engine_header_size = 16
-
     def __init__(self, trt: TensorRT, logger: ILogger) -> None:
-        self._trt, self._logger = trt, logger
+        self._trt, self.logger = trt, logger
+
+    def deserialize_cuda_engine(self, serialized_engine: Any) -> ICudaEngine | None:
+        if self._trt.refuses:
+            self.logger.log(ILogger.ERROR, "the stand-in refuses it")
+            return None
+        return ICudaEngine(self._trt, bytes(serialized_engine))
+
+
+class RtxRuntime(Runtime):
+    """Likewise, of TensorRT for RTX."""
+
+    engine_header_size = 16
 
     def get_engine_validity(self, buffer: Any) -> tuple[EngineValidity, int]:
         is_ours = bytes(buffer[:8]) == b"STANDIN\n"
         found = 0 if is_ours else int(EngineInvalidityDiagnostics.MALFORMED_ENGINE)
         found |= self._trt.invalid
         return (EngineValidity.INVALID if found else EngineValidity.VALID), found
-
-    def deserialize_cuda_engine(self, serialized_engine: Any) -> ICudaEngine | None:
-        if self._trt.refuses:
-            self._logger.log(ILogger.ERROR, "the stand-in refuses it")
-            return None
-        return ICudaEngine(self._trt, bytes(serialized_engine))
 
 
 class ICudaEngine:
@@ -298,6 +149,8 @@ class ICudaEngine:
         mark, header, graph = content.split(b"\n", 2)
         assert mark == b"STANDIN"
         self.profiles: list[dict[str, list[list[int]]]] = json.loads(header)["profiles"]
+        self.exchangeable: list[str] = json.loads(header)["exchangeable"]
+        self.refittable = bool(self.exchangeable)
         self.num_optimization_profiles = len(self.profiles)
         model = ir.serde.deserialize_model(onnx.load_from_string(graph))
         self.tensors: dict[str, tuple[bool, np.dtype, tuple[int | str, ...]]] = {}
@@ -313,11 +166,16 @@ class ICudaEngine:
             if node.op_type == "TensorScatter" and node.outputs[0].is_graph_output() and node.inputs[0].is_graph_input()
         }
         WidenDtypePass(ir.DataType.BFLOAT16, [])(model)
+        self.model = model
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Gets the graph ready, with the weights it has."""
         options = ort.SessionOptions()
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.log_severity_level = 4
         options.intra_op_num_threads = 1
-        data = ir.serde.serialize_model(model).SerializeToString()
+        data = ir.serde.serialize_model(self.model).SerializeToString()
         self.session = ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
 
     def get_tensor_name(self, index: int) -> str:
@@ -406,9 +264,6 @@ class IExecutionContext:
             self._outputs = {n: tuple(int(size) for size in shape) for n, shape in found.items()}
         return self._outputs[name]
 
-    def is_stream_capturable(self, stream: int) -> bool:
-        return self._engine.trt.can_be_recorded
-
     def execute_async_v3(self, stream_handle: int) -> bool:
         assert stream_handle == 7
         self._runs_of_shapes += 1
@@ -420,10 +275,16 @@ class IExecutionContext:
             cache.words.add(json.dumps([self._engine.get_tensor_name(0), *self._shapes.values()]))
         shapes, addresses, scratch = dict(self._shapes), dict(self._addresses), self._scratch
         outputs = {n: self.get_tensor_shape(n) for n, (is_input, *_) in self._engine.tensors.items() if not is_input}
+        # What lies in the machine's memory is read now, not when the work is done.
+        host = {
+            name: self._at(name, shape, addresses).copy()
+            for name, shape in shapes.items()
+            if name in self._engine.trt.on_host
+        }
         for present, past in self._engine.aliases.items():
             if self._engine.trt.writes_in_place:
                 assert addresses[present] == addresses[past], f"{present} is written in place"
-        self._driver.put(lambda: self._run(shapes, outputs, addresses, scratch))
+        self._driver.put(lambda: self._run(shapes, outputs, addresses, scratch, host))
         return True
 
     def _run(
@@ -432,11 +293,13 @@ class IExecutionContext:
         outputs: Mapping[str, tuple[int, ...]],
         addresses: Mapping[str, int],
         scratch: tuple[int, int],
+        host: Mapping[str, np.ndarray],
     ) -> None:
         self._engine.trt.runs += 1
         # What is worked in is nobody else's.
         self._driver.at(*scratch).fill(POISON)
-        feeds = {name: self._at(name, shape, addresses).astype(self._fed(name)) for name, shape in shapes.items()}
+        given = {name: host[name] if name in host else self._at(name, s, addresses) for name, s in shapes.items()}
+        feeds = {name: array.astype(self._fed(name)) for name, array in given.items()}
         for name, array in zip(outputs, self._engine.session.run(list(outputs), feeds), strict=True):
             assert array.shape == outputs[name]
             self._at(name, array.shape, addresses)[...] = array
@@ -445,12 +308,62 @@ class IExecutionContext:
         dtype = self._engine.tensors[name][1]
         nbytes = int(np.prod(shape)) * dtype.itemsize
         is_on_host = name in self._engine.trt.on_host
-        content = _host(addresses[name], nbytes) if is_on_host else self._driver.at(addresses[name], nbytes)
+        content = host_bytes(addresses[name], nbytes) if is_on_host else self._driver.at(addresses[name], nbytes)
         return content.view(dtype).reshape(shape)
 
     def _fed(self, name: str) -> Any:
         dtype = self._engine.tensors[name][1]
         return np.float32 if dtype == np.dtype(ml_dtypes.bfloat16) else dtype
+
+
+class Weights:
+    """Numbers somewhere, or with the address 0 none."""
+
+    def __init__(self, type: DataType, ptr: int, count: int) -> None:  # noqa: A002 - TensorRT's name
+        self.dtype, self.address, self.size = type, ptr, count
+
+    def array(self) -> np.ndarray:
+        dtype = next(dtype for dtype, kind in _TYPES.items() if kind is self.dtype)
+        return host_bytes(self.address, self.size * dtype.itemsize).view(dtype).copy()
+
+
+class Refitter:
+    """Exchanges weights of an engine. Those that are joined are exchanged together."""
+
+    def __init__(self, engine: ICudaEngine, logger: ILogger) -> None:
+        self._engine, self._set = engine, dict[str, Weights]()
+
+    def get_all_weights(self) -> list[str]:
+        return list(self._engine.exchangeable)
+
+    def get_weights_prototype(self, name: str) -> Weights:
+        tensor = self._engine.model.graph.initializers[name].const_value
+        assert tensor is not None
+        return Weights(_TYPES[np.dtype(tensor.numpy().dtype)], 0, tensor.size)
+
+    def set_named_weights(self, name: str, weights: Weights) -> bool:
+        self._set[name] = weights
+        return name in self._engine.exchangeable
+
+    def unset_named_weights(self, weights_name: str) -> bool:
+        return self._set.pop(weights_name, None) is not None
+
+    def get_missing_weights(self) -> list[str]:
+        joined = [group for group in self._engine.trt.joined if self._set.keys() & group]
+        return sorted(set().union(*joined) - self._set.keys())
+
+    def refit_cuda_engine(self) -> bool:
+        assert not self._engine.trt.driver.queue, "nothing is under way"
+        if self.get_missing_weights():
+            return False
+        values = self._engine.model.graph.initializers
+        for name, weights in self._set.items():
+            old = values[name].const_value
+            assert old is not None and weights.size == old.size
+            values[name].const_value = ir.tensor(weights.array().reshape(old.numpy().shape), name=name)
+        self._engine.prepare()
+        self._engine.trt.exchanged.append(sorted(self._set))
+        return True
 
 
 @dataclass
@@ -462,12 +375,17 @@ class TensorRT:
     gpu: str = "stand-in"
     refuses: bool = False
     invalid: int = 0
-    can_be_recorded: bool = True
     writes_in_place: bool = True
     on_host: frozenset[str] = frozenset()
     contexts: int = 0
     runs: int = 0
-    __version__ = "1.0"
+    # Groups of weights that it made one of, and the weights of each exchange.
+    joined: list[set[str]] = field(default_factory=list)
+    exchanged: list[list[str]] = field(default_factory=list)
+    __version__ = "10.16.1"
+
+    float32, float16, bfloat16 = DataType.FLOAT, DataType.HALF, DataType.BF16
+    Weights = Weights
 
     ILogger, TensorIOMode, TensorLocation, DataType = ILogger, TensorIOMode, TensorLocation, DataType
     EngineValidity, EngineInvalidityDiagnostics = EngineValidity, EngineInvalidityDiagnostics
@@ -478,47 +396,62 @@ class TensorRT:
             self.IRuntimeCache = IRuntimeCache
 
     def Runtime(self, logger: ILogger) -> Runtime:
-        return Runtime(self, logger)
+        return RtxRuntime(self, logger) if self.is_rtx else Runtime(self, logger)
+
+    def Refitter(self, engine: ICudaEngine, logger: ILogger) -> Refitter:
+        return Refitter(engine, logger)
 
 
 # --- in the place of the real ones -------------------------------------------------------------------------------
 
 
-def write_plan(graph: Path, profiles: Sequence[Mapping[str, Range]]) -> bytes:
+def write_plan(graph: Path, profiles: Sequence[Mapping[str, Range]], exchangeable: Sequence[str] = ()) -> bytes:
     """What the stand-in's engine is, of a lowered graph."""
     ranges = [{name: [list(r.min), list(r.opt), list(r.max)] for name, r in each.items()} for each in profiles]
-    header = json.dumps({"profiles": ranges}).encode()
+    header = json.dumps({"profiles": ranges, "exchangeable": list(exchangeable)}).encode()
     return b"\n".join([b"STANDIN", header, onnx.load(graph).SerializeToString()])
 
 
-def stand_in(patch: pytest.MonkeyPatch, *, is_rtx: bool = True, **driver: Any) -> TensorRT:
-    """A machine with a GPU, as far as this package is concerned, whose engines are built in this process."""
+def stand_in(patch: pytest.MonkeyPatch, target: str = "tensorrt-rtx", **driver: Any) -> TensorRT:
+    """A machine with a GPU, as far as this package is concerned, whose engines are built in this process.
+
+    Of full TensorRT's plugins, which nothing here runs, TensorRT for RTX's INT4 blocks take the place.
+    """
     import subprocess
 
-    from intaglio.engines import tensorrt_rtx
-    from intaglio.engines.nvidia import bindings, build, device
-    from intaglio.engines.nvidia.options import RtxOptions
-    from intaglio.exporters.bundle import Dim, TensorInfo
+    from intaglio.engines import child, tensorrt, tensorrt_rtx
+    from intaglio.engines.nvidia import bindings, building, device, gpu
 
-    trt = TensorRT(Driver(**driver), is_rtx=is_rtx)
+    gpus = Driver(**driver)
+    trt = {name: TensorRT(gpus, is_rtx=name == "tensorrt-rtx") for name in ("tensorrt", "tensorrt-rtx")}
+    run_child, lower = child.run_child, building.lower
 
-    def run_child(module: str, request: Mapping[str, Any], progress: Any = None) -> Any:
-        assert module == "nvidia.building"
-        result = build.build(
-            Path(request["graph"]),
-            Path(request["artifact"]),
-            [TensorInfo.model_validate(each) for each in request["inputs"]],
-            [{name: Dim.model_validate(dim) for name, dim in each.items()} for each in request["variants"]],
-            RtxOptions.model_validate(request["options"]),
-            request["context"],
-        )
-        return subprocess.CompletedProcess([], 0, json.dumps({**result, "peak_rss_bytes": 0}) + "\n", "")
+    def run(module: str, request: Mapping[str, Any], progress: Any = None) -> Any:
+        if module != "nvidia.building":
+            return run_child(module, request, progress)
+        said = io.StringIO()
+        with pytest.MonkeyPatch.context() as streams:
+            streams.setattr("sys.stdin", io.StringIO(json.dumps(request)))
+            streams.setattr("sys.stdout", said)
+            code = building.main()
+        return subprocess.CompletedProcess([], code, said.getvalue(), "")
 
-    patch.setattr(tensorrt_rtx, "run_child", run_child)
+    def plan(
+        trt: Any, name: str, graph: Path, profiles: Any, options: Any, weight_bytes: int, exchanged: Any, timing: Any
+    ) -> Any:
+        return write_plan(graph, profiles, exchanged)
+
+    patch.setattr(child, "run_child", run)
+    patch.setattr(building, "end_with_parent", lambda: None)
+    patch.setattr(building, "lower", lambda model, flavour, context=0, **_: lower(model, context=context))
+    patch.setattr(building, "_build_plan", plan)
+    for module in (bindings, building):
+        patch.setattr(module, "import_tensorrt_rtx", lambda: trt["tensorrt-rtx"])
+        patch.setattr(module, "import_tensorrt", lambda: trt["tensorrt"])
     patch.setattr(tensorrt_rtx, "compiler", lambda: "stand-in for TensorRT")
-    patch.setattr(build, "_build_plan", lambda name, graph, profiles, options: write_plan(graph, profiles))
-    patch.setattr(bindings, "import_tensorrt_rtx", lambda: trt)
-    opened = device.Device(trt.driver)
+    patch.setattr(tensorrt, "compiler", lambda: f"TensorRT {TensorRT.__version__}.11")
+    patch.setattr(tensorrt, "find_gpu", lambda: gpu.Gpu("Stand-in GPU", 86, gpus.total, "13.0"))
+    opened = device.Device(gpus)
     patch.setattr(device, "open_device", lambda: opened)
     patch.setattr(device, "_OPENED", [opened])
-    return trt
+    return trt[target]

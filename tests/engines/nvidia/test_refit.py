@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import onnx
 import pytest
 import tiny_checkpoint
+from cuda_stand_in import Driver, check_nothing_is_left
+from gpu_stand_in import ILogger, TensorRT, write_plan
 from safetensors.numpy import save_file
 
 import intaglio
@@ -19,6 +22,9 @@ from intaglio.exporters.bundle import read_bundle
 from intaglio.runtimes.lora import read_terms
 
 ROWS, COLUMNS, RANK = 12, 8, 3
+
+
+nothing_is_left = pytest.fixture(check_nothing_is_left, autouse=True)
 
 
 class Engine:
@@ -42,10 +48,11 @@ class Engine:
     def term(self, rank: int = RANK) -> LoraTerm:
         return LoraTerm(self.matrix(rank, COLUMNS), self.matrix(ROWS, rank), 0.5)
 
-    def write(self, arrays: Mapping[str, np.ndarray]) -> None:
+    def write(self, arrays: Mapping[str, np.ndarray], current: Callable[[str], np.ndarray]) -> None:
         if self.failing:
             raise EngineError("TensorRT cannot")
         self.writes.append(list(arrays))
+        self.current = current
         self.held.update(arrays)
 
     def is_base(self, *but: str) -> bool:
@@ -183,45 +190,79 @@ def test_names_are_those_of_the_checkpoint(tmp_path: Path) -> None:
         base("other")
 
 
-class _Refitter:
-    """TensorRT's, as its documentation has it."""
-
-    def __init__(self, engine: dict[str, np.ndarray], logger: object) -> None:
-        self.engine, self.set, self.works = engine, dict[str, np.ndarray](), True
-
-    def get_all_weights(self) -> list[str]:
-        return list(self.engine)
-
-    def get_weights_prototype(self, name: str) -> object:
-        array = self.engine[name]
-        return type("Weights", (), {"dtype": array.dtype, "size": array.size})()
-
-    def set_named_weights(self, name: str, weights: tuple[np.dtype, int, int]) -> bool:
-        import ctypes
-
-        dtype, address, size = weights
-        content = ctypes.string_at(address, size * dtype.itemsize)
-        self.set[name] = np.frombuffer(content, dtype).reshape(self.engine[name].shape)
-        return True
-
-    def refit_cuda_engine(self) -> bool:
-        self.engine.update(self.set)
-        return self.works
+def test_what_others_hold_is_told() -> None:
+    engine = Engine()
+    engine.refit.add("a", {"layers.0.weight": engine.term(), "head.weight": engine.term()})
+    engine.refit.add("b", {"layers.1.weight": engine.term()})
+    engine.refit.set_strengths({"a": 1.0})
+    engine.refit.set_strengths({"a": 1.0, "b": 1.0})
+    for name in engine.held:
+        if name != "layers.1.weight":
+            assert np.array_equal(engine.current(name), engine.held[name]), name
 
 
-def test_an_engine_is_given_its_own_dtype() -> None:
-    trt = type("trt", (), {
-        "Refitter": _Refitter, "Weights": staticmethod(lambda *given: given), "float32": np.dtype(np.float32),
-        "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    })  # fmt: skip
-    engine = {"a": np.zeros((2, 3), np.float16), "b": np.zeros((4,), ml_dtypes.bfloat16)}
-    weights = EngineWeights(trt, engine, None)
-    assert weights.names == ("a", "b")
-    new = np.arange(6, dtype=np.float32).reshape(3, 2).T
-    weights({"a": new, "b": np.ones(4, np.float32)})
-    assert engine["a"].dtype == np.float16 and np.array_equal(engine["a"], new) and engine["b"].astype(float).sum() == 4
-    with pytest.raises(EngineError, match="the engine holds 6 numbers"):
-        weights({"a": np.zeros(5, np.float32)})
-    weights._refitter.works = False
-    with pytest.raises(EngineError, match="cannot exchange a"):
-        weights({"a": new})
+def test_strengths_outlive_a_failure() -> None:
+    engine = Engine()
+    engine.refit.add("a", {"layers.0.weight": engine.term()})
+    engine.refit.add("b", {"layers.0.weight": engine.term()})
+    engine.failing = True
+    with pytest.raises(EngineError):
+        engine.refit.set_strengths({"a": 1.0, "b": 0.5})
+    engine.failing = False
+    engine.refit.remove("b")
+    assert engine.refit.strengths == {"a": 1.0} and not engine.is_base()
+
+
+class Loaded:
+    """An engine of the stand-in, of two products and a bias, and what exchanges its weights."""
+
+    def __init__(self, folder: Path) -> None:
+        rng = np.random.default_rng()
+        half = [rng.standard_normal((4, 4)).astype(np.float16) for _ in range(3)]
+        graph = onnx.parser.parse_model(
+            '<ir_version: 10, opset_import: ["" : 21]> g (float16[2,4] x) => (float16[2,4] y)'
+            "{ h = MatMul(x, a) k = MatMul(h, b) y = MatMul(k, c) }"
+        )
+        graph.graph.initializer.extend(onnx.numpy_helper.from_array(w, n) for w, n in zip(half, "abc", strict=True))
+        onnx.save(graph, folder / "g.onnx")
+        self.base = dict(zip("abc", half, strict=True))
+        self.trt = TensorRT(Driver(), is_rtx=False)
+        runtime = self.trt.Runtime(ILogger())
+        engine = runtime.deserialize_cuda_engine(write_plan(folder / "g.onnx", [{}], ["a", "b"]))
+        assert engine is not None
+        self.engine, self.weights = engine, EngineWeights(self.trt, engine, runtime.logger)
+
+    def held(self, name: str) -> np.ndarray:
+        tensor = self.engine.model.graph.initializers[name].const_value
+        assert tensor is not None
+        return tensor.numpy()
+
+    def current(self, name: str) -> np.ndarray:
+        return self.base[name]
+
+
+def test_an_engine_is_given_its_own_dtype(tmp_path: Path) -> None:
+    loaded = Loaded(tmp_path)
+    assert loaded.weights.names == ("a", "b")
+    new = np.arange(16, dtype=np.float32).reshape(4, 4).T
+    loaded.weights({"a": new}, loaded.current)
+    assert loaded.held("a").dtype == np.float16 and np.array_equal(loaded.held("a"), new)
+    # In the exchange after, what the first one gave is gone.
+    loaded.weights({"b": 2 * new}, loaded.current)
+    assert np.array_equal(loaded.held("a"), new) and np.array_equal(loaded.held("b"), 2 * new)
+    assert loaded.trt.exchanged == [["a"], ["b"]]
+    with pytest.raises(EngineError, match="a: the engine holds 16 numbers"):
+        loaded.weights({"a": np.zeros(5, np.float32)}, loaded.current)
+    with pytest.raises(EngineError, match="c: TensorRT refuses"):
+        loaded.weights({"c": new}, loaded.current)
+    with pytest.raises(InputError, match="b: with these adapters it has values that float16 does not hold; give them"):
+        loaded.weights({"a": 3 * new, "b": 1e6 * new}, loaded.current)
+    assert np.array_equal(loaded.held("a"), new), "together or not at all"
+
+
+def test_weights_that_the_engine_joined_are_exchanged_together(tmp_path: Path) -> None:
+    loaded = Loaded(tmp_path)
+    loaded.trt.joined = [{"a", "b"}]
+    loaded.weights({"a": np.ones((4, 4), np.float32)}, loaded.current)
+    assert loaded.trt.exchanged == [["a", "b"]] and (loaded.held("a") == 1).all()
+    assert np.array_equal(loaded.held("b"), loaded.base["b"])
