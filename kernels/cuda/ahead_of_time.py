@@ -14,6 +14,8 @@ from intaglio.errors import CompileError
 
 # What the kernels are compiled for. Code for 90 and above runs on that architecture only.
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
+# PTX of it runs on all that are newer; that of 90 and above only on its own architecture.
+PORTABLE_SM = 80
 # What a launcher may ask for without opting in to more.
 PORTABLE_SHARED_BYTES = 48 * 1024
 
