@@ -139,14 +139,15 @@ def attention_tile(head_dim: int, itemsize: int, sm: int, portable: bool = False
     return AttentionTile(64, 16, 8, 1) if portable else AttentionTile(64, 32, 8, 2)
 
 
-def key_gradient_tile(head_dim: int, itemsize: int) -> AttentionTile:
+def key_gradient_tile(head_dim: int, itemsize: int, sm: int) -> AttentionTile:
     """The tile of ``attention_key_gradient_kernel``."""
     width = width_of(head_dim)
     if itemsize == 4:
         return AttentionTile(16, 16, 8 if width > 64 else 4, 1)
     if width <= 64:
         return AttentionTile(32, 64, 4, 2)
-    return AttentionTile(32, 64, 8, 2) if width == 128 else AttentionTile(32, 32, 8, 1)
+    # On 100 the addresses of loads ahead would spill.
+    return AttentionTile(32, 64, 8, 1 if sm == 100 else 2) if width == 128 else AttentionTile(32, 32, 8, 1)
 
 
 def query_gradient_tile(head_dim: int, itemsize: int) -> AttentionTile:

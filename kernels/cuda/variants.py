@@ -66,7 +66,7 @@ def ternary_variant(
 def ternary_plugin_variant(
     tile: MatmulTile, outputs: int, inputs: int, group_size: int, dtype: str, scale_dtype: str
 ) -> Variant:
-    """A kernel of the plugins for an ``[outputs, inputs]`` weight; the depth of ``tile`` is cut to what a group takes."""
+    """A kernel of the plugins for an ``[outputs, inputs]`` weight, of ``tile`` no deeper than a group."""
     tile = dataclasses.replace(tile, depth=largest_depth(group_size, tile.depth))
     variant = ternary_variant(tile.rows, outputs, inputs, group_size, dtype, scale_dtype, PORTABLE_SM, tile)
     # The compiler may be told of a multiple of 16 only where it is one.
@@ -99,10 +99,10 @@ def attention_variant(
 
 
 def key_gradient_variant(
-    head_dim: int, dtype: str, mask: int = 0, causal: bool = False, softcap: bool = False
+    head_dim: int, dtype: str, sm: int, mask: int = 0, causal: bool = False, softcap: bool = False
 ) -> Variant:
     """The backward kernel of keys and values."""
-    tile = key_gradient_tile(head_dim, _ITEMSIZES[dtype])
+    tile = key_gradient_tile(head_dim, _ITEMSIZES[dtype], sm)
     kernel = flash_attention_backward.attention_key_gradient_kernel
     return _attention(kernel, tile, head_dim, dtype, mask, causal, softcap)
 

@@ -35,7 +35,7 @@ def variants(sm: int) -> Iterator[tuple[str, Any]]:
     yield "attention, D 128, bf16", v.attention_variant(128, "bf16", sm)
     yield "attention, D 256, fp16, mask, softcap", v.attention_variant(256, "fp16", sm, mask=2, softcap=True)
     yield "attention, D 128, fp32, mask", v.attention_variant(128, "fp32", sm, mask=1)
-    yield "gradient of keys, D 128, bf16", v.key_gradient_variant(128, "bf16", causal=True)
+    yield "gradient of keys, D 128, bf16", v.key_gradient_variant(128, "bf16", sm, causal=True)
     yield "gradient of queries, D 128, bf16", v.query_gradient_variant(128, "bf16", causal=True)
     if sm == 80:
         yield from _plugins()
@@ -43,11 +43,12 @@ def variants(sm: int) -> Iterator[tuple[str, Any]]:
 
 def _plugins() -> Iterator[tuple[str, Any]]:
     from intaglio.kernels.cuda import variants as v
+    from intaglio.kernels.cuda.tiles import PLUGIN_TILES_FEW_ROWS, PLUGIN_TILES_MANY_ROWS
 
-    for rows, which in ((1536, "many"), (16, "few")):
-        for scales in ("fp16", "fp32"):
-            variant = v.ternary_plugin_variant(rows, 9216, 3072, 128, "fp16", scales)
-            yield f"plugin: ternary, {which} rows, fp16, {scales} scales", variant
+    for which, tiles in (("many", PLUGIN_TILES_MANY_ROWS), ("few", PLUGIN_TILES_FEW_ROWS)):
+        for tile in tiles:
+            variant = v.ternary_plugin_variant(tile, 9216, 3072, 128, "fp16", "fp16")
+            yield f"plugin: ternary, {which} rows, fp16", variant
     for head_dim in (64, 128, 256):
         variant = v.attention_plugin_variant(head_dim, "fp16", 0.1, softcap=30.0, causal=True)
         yield f"plugin: attention, D {head_dim}, fp16, causal, softcap", variant
