@@ -228,7 +228,7 @@ def ternary_int8_matmul_kernel(
             even = tl.join(packed & 3, (packed >> 4) & 3)
             odd = tl.join((packed >> 2) & 3, packed >> 6)
             w_NK = tl.join(even, odd).reshape(BLOCK_N, BLOCK_K).to(tl.int8, bitcast=True)
-            dots = tl.dot(x_MK, w_NK.T, dots)
+            dots = tl.dot(x_MK, w_NK.T, dots, out_dtype=tl.int32)
         taken = dots.to(tl.float32) - tl.load(sums + x_groups + group)[:, None]
         step = tl.load(steps + x_groups + group)
         scale = tl.load(scales + w_groups + group).to(tl.float32)
