@@ -130,7 +130,8 @@ def attention_tile(head_dim: int, itemsize: int, sm: int, portable: bool = False
         # Products in three parts want registers: anything larger spills.
         return AttentionTile(32 if width <= 64 else 16, 16, 4 if width <= 128 else 8, 1)
     if width <= 64:
-        return AttentionTile(64, 64, 4, 3)
+        # On 100 a third stage would spill.
+        return AttentionTile(64, 64, 4, 2 if sm == 100 else 3)
     if width == 128:
         if portable:
             return AttentionTile(64, 32, 4, 2)
