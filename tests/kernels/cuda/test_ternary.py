@@ -67,6 +67,13 @@ def test_product(
     assert error(y, x.double() @ dense.T) <= BOUNDS[dtype]
 
 
+@pytest.mark.parametrize("rows", range(1, 18))
+def test_few_rows(generator: torch.Generator, rows: int) -> None:
+    codes, scales, dense = weight(generator, 35, 256, 128, torch.float16)
+    x = torch.randn(rows, 256, generator=generator).half()
+    assert error(launch_matmul(x, codes, scales), x.double() @ dense.T) <= BOUNDS[torch.float16]
+
+
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("depth", [32, 128, 256])
