@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import tempfile
@@ -10,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from intaglio.errors import CompileError
+from intaglio.errors import CompileError, RuntimeMissingError
 
 # What the kernels are compiled for. Code for 90 and above runs on that architecture only.
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
+# PTX of it runs on all that are newer; that of 90 and above only on its own architecture.
+PORTABLE_SM = 80
 # What a launcher may ask for without opting in to more.
 PORTABLE_SHARED_BYTES = 48 * 1024
 
@@ -53,11 +56,21 @@ class Variant:
     aligned: frozenset[str] = frozenset()
 
 
+def require_triton() -> None:
+    """Raises RuntimeMissingError where Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        raise RuntimeMissingError(
+            "Triton is not installed, which the CUDA kernels are written in; install it with "
+            "`pip install 'intaglio[triton]'`"
+        )
+
+
 def compile_kernel(variant: Variant, sm: int, ptx_version: int | None = None) -> CompiledKernel:
     """Compiles for one architecture, 80 for compute capability 8.0; ``ptx_version`` is that of its PTX, 80 for 8.0.
 
-    Raises CompileError where Triton is run as an interpreter, or its compiler refuses the kernel.
+    Raises RuntimeMissingError without Triton, and CompileError where it runs as an interpreter or refuses the kernel.
     """
+    require_triton()
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile  # noqa: A004
     from triton.runtime.jit import JITFunction

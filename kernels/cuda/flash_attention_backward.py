@@ -37,19 +37,24 @@ def attention_delta_kernel(
 
 @triton.jit
 def _weights_and_slopes(
-    products, logsumexp, mask_at, mask_stride_l, mask_stride_t, queries, keys, L, T, scale, softcap, offset,
+    products, sums, mask_at, mask_stride_l, mask_stride_t, queries, keys, L, T, scale, softcap, offset,
     MASK: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """The weights of softmax, and what the gradient of a score is multiplied with to be that of its product."""
-    scores = products * scale
+    """The weights of softmax, and what the gradient of a score is multiplied with to be that of its product.
+
+    ``sums`` is ``logsumexp`` in powers of two.
+    """
     slopes = tl.full(products.shape, 1.0, tl.float32)
     if SOFTCAP:
-        scores = capped(scores, softcap)
+        scores = capped(products * scale, softcap)
         slopes = 1.0 - (scores / softcap) * (scores / softcap)
+        scores = scores * _LOG2E
+    else:
+        scores = products * (scale * _LOG2E)
     scores = visible_scores(
         scores, mask_at, mask_stride_l, mask_stride_t, queries, keys, L, T, offset, MASK, CAUSAL, True
     )
-    return tl.exp2((scores - logsumexp) * _LOG2E), slopes
+    return tl.exp2(scores - sums), slopes
 
 
 @triton.jit
@@ -94,7 +99,7 @@ def attention_key_gradient_kernel(
             at = queries.to(tl.int64)[:, None]
             q_LD = tl.load(q_head + at * q_stride_l + columns[None, :], mask=there, other=0.0)
             do_LD = tl.load(do_head + at * do_stride_l + columns[None, :], mask=there, other=0.0)
-            sums = tl.load(logsumexp + row + queries, mask=queries < L, other=float("inf"))
+            sums = tl.load(logsumexp + row + queries, mask=queries < L, other=float("inf")) * _LOG2E
             deltas = tl.load(delta + row + queries, mask=queries < L, other=0.0)
             products = tl.dot(k_TD, q_LD.T, input_precision=PRECISION)
             weights, slopes = _weights_and_slopes(
@@ -135,7 +140,7 @@ def attention_query_gradient_kernel(
     q_LD = tl.load(q_at, mask=inside, other=0.0)
     do_LD = tl.load(do_at, mask=inside, other=0.0)
     row = tl.program_id(1).to(tl.int64) * L
-    sums = tl.load(logsumexp + row + queries, mask=queries < L, other=float("inf"))
+    sums = tl.load(logsumexp + row + queries, mask=queries < L, other=float("inf")) * _LOG2E
     deltas = tl.load(delta + row + queries, mask=queries < L, other=0.0)
     k_head = k + batch * k_stride_b + shared_head * k_stride_s
     v_head = v + batch * v_stride_b + shared_head * v_stride_s

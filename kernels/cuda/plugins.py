@@ -1,6 +1,7 @@
-"""The kernels as TensorRT launches them from a plugin: inputs, then int32 numbers, then outputs; no other arguments.
+"""Attention as TensorRT launches it from a plugin: inputs, then int32 numbers, then outputs; no other arguments.
 
-Tensors are contiguous and all numbers that are not int32 are constants. Everything fits portable tiles.
+Tensors are contiguous and all numbers that are not int32 are constants. ``ternary_matmul_kernel`` takes its arguments
+in that order already.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc"
@@ -10,22 +11,6 @@ import triton
 import triton.language as tl
 
 from intaglio.kernels.cuda.flash_attention import flash_attention_kernel
-from intaglio.kernels.cuda.ternary import ternary_matmul_kernel
-
-
-@triton.jit
-def ternary_plugin_kernel(
-    x, codes, scales, offsets, M, N, K, y,
-    GROUP: tl.constexpr, SCALE_IN_TILE: tl.constexpr, SWAPPED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-):  # fmt: skip
-    """The node ``GroupedQuantMatMul`` with 2 bits, zero point 1 and no offsets; ``offsets`` is not read.
-
-    Grid ``ceil(M / BLOCK_M) * ceil(N / BLOCK_N)``.
-    """
-    ternary_matmul_kernel(
-        x, codes, scales, M, N, K, y, GROUP, SCALE_IN_TILE, SWAPPED, 1, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M
-    )
 
 
 @triton.jit

@@ -10,10 +10,8 @@ import re
 from dataclasses import dataclass
 
 from intaglio.errors import CompileError
-from intaglio.kernels.cuda.ahead_of_time import PORTABLE_SHARED_BYTES, Variant, compile_kernel
+from intaglio.kernels.cuda.ahead_of_time import PORTABLE_SHARED_BYTES, PORTABLE_SM, Variant, compile_kernel
 
-# PTX of it runs on all that are newer; that of 90 and above only on its own architecture.
-PORTABLE_SM = 80
 # PTX 8.0, of CUDA 12.0: Triton's own choice would ask for the newest drivers.
 PTX_VERSION = 80
 # What Triton appends: pointers to global and to profiling memory.

@@ -4,8 +4,8 @@ Legend: M rows of ``x``, N outputs, K inputs, G inputs of a group. ``x`` is ``[M
 ``codes`` uint8 ``[N, K / 4]`` and ``scales`` ``[N, K / G]`` as :mod:`intaglio.kernels.grouped_quant` says, ``y`` is
 ``[M, N]``. Products are accumulated in float32; on integers in int32 within a group.
 
-A byte holds four neighbouring inputs. Its four codes become numbers in registers (``1024 + code`` is float16 with the
-code in its low bits) and are joined in the order of ``x``, so that neither side is rearranged in memory.
+A byte holds four neighbouring inputs. Codes become numbers in registers, two at a time, and are joined in the order of
+``x``, so that neither side is rearranged in memory.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc"
@@ -27,31 +27,32 @@ def _tile_of(program, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexp
 
 
 @triton.jit
-def _signs(words, DTYPE: tl.constexpr):
-    """-1, 0 or 1 of the lowest two codes of 16-bit words, as two tensors."""
-    # The second code stays where it is, as four times itself: shifting it would cost as much as masking it.
-    if tl.bfloat16 == DTYPE:
-        # Its 7 bits of mantissa hold 128 + code.
-        first = ((words & 0x3) | 0x4300).to(tl.bfloat16, bitcast=True) - tl.full((), 129.0, tl.bfloat16)
-        fourfold = ((words & 0xC) | 0x4300).to(tl.bfloat16, bitcast=True)
-        second = fourfold * tl.full((), 0.25, tl.bfloat16) - tl.full((), 33.0, tl.bfloat16)
-    else:
-        first = ((words & 0x3) | 0x6400).to(tl.float16, bitcast=True) - tl.full((), 1025.0, tl.float16)
-        fourfold = ((words & 0xC) | 0x6400).to(tl.float16, bitcast=True)
-        second = fourfold * tl.full((), 0.25, tl.float16) - tl.full((), 257.0, tl.float16)
-    return first, second
+def _halves(word):
+    """The lower and the upper 16 bits of 32."""
+    return word.to(tl.uint16), (word >> 16).to(tl.uint16)
 
 
 @triton.jit
 def _signs_of_tile(words, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr):
-    """Words of eight codes ``[BLOCK_N, BLOCK_K / 8]`` to numbers ``[BLOCK_N, BLOCK_K]``."""
-    w0, w1 = _signs(words, DTYPE)
-    w2, w3 = _signs(words >> 4, DTYPE)
-    w4, w5 = _signs(words >> 8, DTYPE)
-    w6, w7 = _signs(words >> 12, DTYPE)
+    """Words of eight codes ``[BLOCK_N, BLOCK_K / 8]``, uint16, to -1, 0 and 1 ``[BLOCK_N, BLOCK_K]``.
+
+    Two neighbouring codes stay in one register all the way, as the two halves that matrix instructions want.
+    """
+    # A number with the code as its low bits: 1024 + code in float16, 128 + code in bfloat16 (7 bits of mantissa).
+    MAGIC: tl.constexpr = 0x43004300 if tl.bfloat16 == DTYPE else 0x64006400
+    ONE: tl.constexpr = 129.0 if tl.bfloat16 == DTYPE else 1025.0
+    # The word in the lower half, and once more in the upper, one code further.
+    twice = words.to(tl.uint32)
+    twice = twice | ((twice << 14) & 0xFFFF0000)
+    w0, w1 = _halves((twice & 0x00030003) | MAGIC)
+    w2, w3 = _halves(((twice >> 4) & 0x00030003) | MAGIC)
+    w4, w5 = _halves(((twice >> 8) & 0x00030003) | MAGIC)
+    w6, w7 = _halves(((twice >> 12) & 0x00030003) | MAGIC)
+    # One tree of joins of 16 bits: in 32, Triton lays the operands out for slower loads.
     even = tl.join(tl.join(w0, w4), tl.join(w2, w6))
     odd = tl.join(tl.join(w1, w5), tl.join(w3, w7))
-    return tl.join(even, odd).reshape(BLOCK_N, BLOCK_K)
+    numbers = tl.join(even, odd).reshape(BLOCK_N, BLOCK_K).to(DTYPE, bitcast=True)
+    return numbers - tl.full((), ONE, DTYPE)
 
 
 @triton.jit
@@ -227,7 +228,7 @@ def ternary_int8_matmul_kernel(
             even = tl.join(packed & 3, (packed >> 4) & 3)
             odd = tl.join((packed >> 2) & 3, packed >> 6)
             w_NK = tl.join(even, odd).reshape(BLOCK_N, BLOCK_K).to(tl.int8, bitcast=True)
-            dots = tl.dot(x_MK, w_NK.T, dots)
+            dots = tl.dot(x_MK, w_NK.T, dots, out_dtype=tl.int32)
         taken = dots.to(tl.float32) - tl.load(sums + x_groups + group)[:, None]
         step = tl.load(steps + x_groups + group)
         scale = tl.load(scales + w_groups + group).to(tl.float32)

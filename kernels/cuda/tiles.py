@@ -56,30 +56,35 @@ def largest_depth(group_size: int, most: int, least: int = 16) -> int:
     return depth
 
 
+# The tiles of the ternary plugins, of which TensorRT keeps the fastest. They fit 48 KiB, and none splits the inputs: a
+# plugin has no memory to add up in.
+PLUGIN_TILES_MANY_ROWS = (
+    MatmulTile(128, 128, 64, 8, 2, swapped=True),
+    MatmulTile(64, 128, 64, 4, 3, swapped=True),
+    MatmulTile(128, 128, 32, 8, 3, swapped=True),
+    MatmulTile(64, 64, 64, 4, 3),
+)
+PLUGIN_TILES_FEW_ROWS = (
+    MatmulTile(16, 32, 128, 4, 4, swapped=True, band=1),
+    MatmulTile(16, 64, 128, 4, 4, swapped=True, band=1),
+    MatmulTile(16, 128, 64, 4, 4, swapped=True, band=1),
+)
+
+
 def ternary_tile(
-    rows: int,
-    outputs: int,
-    inputs: int,
-    group_size: int,
-    scale_in_tile: bool,
-    sm: int,
-    multiprocessors: int = 64,
-    portable: bool = False,
+    rows: int, outputs: int, inputs: int, group_size: int, scale_in_tile: bool, sm: int, multiprocessors: int = 64
 ) -> MatmulTile:
     """The tile of ``ternary_matmul_kernel`` for ``x`` ``[rows, inputs]`` and ``outputs`` outputs.
 
-    ``scale_in_tile`` is the kernel's. Only a tile that is not ``portable`` splits the inputs, since a plugin has no
-    memory to add up in. Raises InputError where the groups do not suit.
+    ``scale_in_tile`` is the kernel's. Raises InputError where the groups do not suit.
     """
     step = largest_depth(group_size, 64)
     if rows > FEW_ROWS:
-        return _tile_of_many_rows(rows, outputs, step, scale_in_tile, sm, multiprocessors, portable)
+        return _tile_of_many_rows(rows, outputs, step, scale_in_tile, sm, multiprocessors)
     power_of_two = group_size & (group_size - 1) == 0
     # More than one group at a time reads longer runs of each row of codes.
     depth = 256 if scale_in_tile and power_of_two else largest_depth(group_size, 128)
     columns = 32
-    if portable:
-        return MatmulTile(16, columns, depth, 4, 4 if depth < 256 else 3, swapped=True, band=1)
     blocks = -(-outputs // columns)
     # Two blocks for each multiprocessor: adding up the parts is another launch, which takes as long as a small product.
     wanted = -(-2 * multiprocessors // blocks)
@@ -88,11 +93,9 @@ def ternary_tile(
 
 
 def _tile_of_many_rows(
-    rows: int, outputs: int, step: int, scale_in_tile: bool, sm: int, multiprocessors: int, portable: bool
+    rows: int, outputs: int, step: int, scale_in_tile: bool, sm: int, multiprocessors: int
 ) -> MatmulTile:
     height = 32 if rows <= 32 else 64 if rows <= 64 else 128
-    if portable:
-        return MatmulTile(min(height, 64), 64, step, 4, 3)
     if height < 128:
         return MatmulTile(height, 64, step, 4, 4)
     if -(-rows // 128) * -(-outputs // 128) < multiprocessors:
@@ -127,7 +130,8 @@ def attention_tile(head_dim: int, itemsize: int, sm: int, portable: bool = False
         # Products in three parts want registers: anything larger spills.
         return AttentionTile(32 if width <= 64 else 16, 16, 4 if width <= 128 else 8, 1)
     if width <= 64:
-        return AttentionTile(64, 64, 4, 3)
+        # On 100 a third stage would spill.
+        return AttentionTile(64, 64, 4, 2 if sm == 100 else 3)
     if width == 128:
         if portable:
             return AttentionTile(64, 32, 4, 2)
@@ -136,14 +140,15 @@ def attention_tile(head_dim: int, itemsize: int, sm: int, portable: bool = False
     return AttentionTile(64, 16, 8, 1) if portable else AttentionTile(64, 32, 8, 2)
 
 
-def key_gradient_tile(head_dim: int, itemsize: int) -> AttentionTile:
+def key_gradient_tile(head_dim: int, itemsize: int, sm: int) -> AttentionTile:
     """The tile of ``attention_key_gradient_kernel``."""
     width = width_of(head_dim)
     if itemsize == 4:
         return AttentionTile(16, 16, 8 if width > 64 else 4, 1)
     if width <= 64:
         return AttentionTile(32, 64, 4, 2)
-    return AttentionTile(32, 64, 8, 2) if width == 128 else AttentionTile(32, 32, 8, 1)
+    # On 100 the addresses of loads ahead would spill.
+    return AttentionTile(32, 64, 8, 1 if sm == 100 else 2) if width == 128 else AttentionTile(32, 32, 8, 1)
 
 
 def query_gradient_tile(head_dim: int, itemsize: int) -> AttentionTile:

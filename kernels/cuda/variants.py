@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from intaglio.kernels.cuda import flash_attention, flash_attention_backward, plugins, ternary
-from intaglio.kernels.cuda.ahead_of_time import Variant
+from intaglio.kernels.cuda.ahead_of_time import PORTABLE_SM, Variant
 from intaglio.kernels.cuda.tiles import (
     AttentionTile,
     MatmulTile,
     attention_tile,
     key_gradient_tile,
+    largest_depth,
     query_gradient_tile,
     ternary_int8_tile,
     ternary_tile,
@@ -62,20 +64,14 @@ def ternary_variant(
 
 
 def ternary_plugin_variant(
-    rows: int, outputs: int, inputs: int, group_size: int, dtype: str, scale_dtype: str, sm: int = 80
+    tile: MatmulTile, outputs: int, inputs: int, group_size: int, dtype: str, scale_dtype: str
 ) -> Variant:
-    """The plugin's kernel for up to ``rows`` rows of an ``[outputs, inputs]`` weight."""
-    scale_in_tile = dtype == scale_dtype
-    tile = ternary_tile(rows, outputs, inputs, group_size, scale_in_tile, sm, portable=True)
-    types = _ternary_types(dtype, scale_dtype) | {"y": f"*{dtype}", "offsets": f"*{scale_dtype}", "codes": "*i8"}
-    constants = {
-        "GROUP": group_size,
-        "SCALE_IN_TILE": scale_in_tile,
-        "SWAPPED": tile.swapped,
-        **matmul_constants(tile),
-    }
-    aligned = {"x", "codes", "scales", "y"} | {name for name, size in (("N", outputs), ("K", inputs)) if size % 16 == 0}
-    return Variant(plugins.ternary_plugin_kernel, types, constants, tile.warps, tile.stages, frozenset(aligned))
+    """A kernel of the plugins for an ``[outputs, inputs]`` weight, of ``tile`` no deeper than a group."""
+    tile = dataclasses.replace(tile, depth=largest_depth(group_size, tile.depth))
+    variant = ternary_variant(tile.rows, outputs, inputs, group_size, dtype, scale_dtype, PORTABLE_SM, tile)
+    # The compiler may be told of a multiple of 16 only where it is one.
+    odd = {name for name, size in (("N", outputs), ("K", inputs)) if size % 16}
+    return dataclasses.replace(variant, aligned=variant.aligned - odd)
 
 
 def _ternary_types(dtype: str, scale_dtype: str) -> dict[str, str]:
@@ -103,10 +99,10 @@ def attention_variant(
 
 
 def key_gradient_variant(
-    head_dim: int, dtype: str, mask: int = 0, causal: bool = False, softcap: bool = False
+    head_dim: int, dtype: str, sm: int, mask: int = 0, causal: bool = False, softcap: bool = False
 ) -> Variant:
     """The backward kernel of keys and values."""
-    tile = key_gradient_tile(head_dim, _ITEMSIZES[dtype])
+    tile = key_gradient_tile(head_dim, _ITEMSIZES[dtype], sm)
     kernel = flash_attention_backward.attention_key_gradient_kernel
     return _attention(kernel, tile, head_dim, dtype, mask, causal, softcap)
 
@@ -153,7 +149,7 @@ def attention_plugin_variant(
     head_dim: int, dtype: str, scale: float, softcap: float = 0.0, causal: bool = False, mask: int = 0
 ) -> Variant:
     """The plugin's kernel: without a mask (0), or with booleans (1) or numbers of the same dtype to add (2)."""
-    tile = attention_tile(head_dim, _ITEMSIZES[dtype], 80, portable=True)
+    tile = attention_tile(head_dim, _ITEMSIZES[dtype], PORTABLE_SM, portable=True)
     constants = {
         "SCALE": scale,
         "CAP": softcap,

@@ -43,6 +43,11 @@ def _cast(self: Any, src: Any, dst_type: Any) -> Any:
     return _CAST(self, src, dst_type)
 
 
+def _constant(self: Any, value: float) -> Any:
+    """Triton 3.6 has none."""
+    return interpreter.TensorHandle(np.array([value], ml_dtypes.bfloat16).view(np.uint16), tl.bfloat16)
+
+
 _CAST = interpreter.InterpreterBuilder.create_fp_trunc
 
 
@@ -50,5 +55,6 @@ def interpret_bfloat16(patch: pytest.MonkeyPatch) -> None:
     """Sums, differences, products and matrix products of bfloat16 are computed in float32 and rounded to nearest."""
     for name, operation in _OPERATIONS.items():
         patch.setattr(interpreter.InterpreterBuilder, name, _arithmetic(name, operation))
+    patch.setattr(interpreter.InterpreterBuilder, "get_bf16", _constant, raising=False)
     patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
     patch.setattr(interpreter.InterpreterBuilder, "create_fp_trunc", _cast)

@@ -235,7 +235,7 @@ def launch_backward(
     pointer, mask_strides, kind = _mask(mask, q)
     inputs = (q, k, v, pointer, do, logsumexp, delta, *_strides(q, k, v), *mask_strides, *_strides(do))
     sizes = (H, S, L, T, scale, softcap, offset)
-    tile = key_gradient_tile(D, q.element_size())
+    tile = key_gradient_tile(D, q.element_size(), architecture(q.device)[0])
     kernels.attention_key_gradient_kernel[(blocks(T, tile.keys), B * S)](
         *inputs, *_strides(dk, dv), *sizes, dk, dv, **_constants(tile, q, kind, is_causal, softcap)
     )

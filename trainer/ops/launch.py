@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 
-from intaglio.errors import RuntimeMissingError
+from intaglio.kernels.cuda.ahead_of_time import require_triton
+
+__all__ = ["TYPE_NAMES", "architecture", "blocks", "require_triton"]
 
 TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -17,15 +17,6 @@ def architecture(device: torch.device) -> tuple[int, int]:
         return 80, 64
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor, torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def require_triton() -> None:
-    """Raises RuntimeMissingError where Triton is not installed."""
-    if importlib.util.find_spec("triton") is None:
-        raise RuntimeMissingError(
-            "Triton is not installed, which the CUDA kernels are written in; install it with "
-            "`pip install 'intaglio[triton]'`"
-        )
 
 
 def blocks(size: int, block: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from intaglio.kernels.cuda.ahead_of_time import require_triton
 from intaglio.kernels.cuda.ptx import PluginKernel
 from intaglio.kernels.grouped_quant import DOMAIN
 
@@ -78,6 +79,7 @@ def register(trt: Any, plugin: Plugin) -> None:
         ]
 
     def compile_ahead(*arguments: Any) -> tuple[str, str, Any, Any]:
+        require_triton()
         *values, outputs, tactic = arguments[count:]
         attributes = _plain(plugin, dict(zip(plugin.ATTRIBUTES, values, strict=True)))
         launch = plugin.launch(arguments[:count], outputs[0], attributes, tactic)

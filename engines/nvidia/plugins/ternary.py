@@ -7,20 +7,17 @@ zero point of a code is 1.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from intaglio.engines.nvidia.plugins.plugin import Attributes, Launch, Plugin
-from intaglio.kernels.cuda.ptx import PORTABLE_SM, plugin_kernel
-from intaglio.kernels.cuda.tiles import FEW_ROWS, MatmulTile, largest_depth
+from intaglio.kernels.cuda.ptx import plugin_kernel
+from intaglio.kernels.cuda.tiles import PLUGIN_TILES_FEW_ROWS, PLUGIN_TILES_MANY_ROWS, MatmulTile
 
 # Inputs in an int32, and the least inputs of a group that a kernel takes.
 _IN_WORD, SMALLEST_GROUP = 16, 32
-# What a number must be a multiple of for a kernel to be told so.
-_ALIGNED = 16
 
 
 class _Ternary(Plugin):
@@ -51,20 +48,17 @@ class _Ternary(Plugin):
         return range(1, len(self.TILES) + 1)
 
     def launch(self, inputs: Sequence[Any], output: Any, attributes: Attributes, tactic: int) -> Launch:
-        from intaglio.kernels.cuda.variants import ternary_variant
+        from intaglio.kernels.cuda.variants import ternary_plugin_variant
 
         x, codes, scales = inputs
-        group, columns, inside = attributes["group_size"], codes.shape[0], codes.shape[1] * _IN_WORD
+        columns, inside = codes.shape[0], codes.shape[1] * _IN_WORD
         dtype, scale_dtype = self._name(x).lower(), self._name(scales).lower()
-        tile = dataclasses.replace(self.TILES[tactic - 1], depth=largest_depth(group, self.TILES[tactic - 1].depth))
-        variant = ternary_variant(FEW_ROWS, columns, inside, group, dtype, scale_dtype, PORTABLE_SM, tile)
-        if columns % _ALIGNED:
-            variant = dataclasses.replace(variant, aligned=variant.aligned - {"N"})
+        tile = self.TILES[tactic - 1]
+        variant = ternary_plugin_variant(tile, columns, inside, attributes["group_size"], dtype, scale_dtype)
         rows = self.trt.plugin.ShapeExpr(1)
         for size in list(x.shape_expr)[:-1]:
             rows *= size
-        bands = self.trt.plugin.cdiv(rows, tile.rows)
-        tiles = bands * -(-columns // tile.columns)
+        tiles = self.trt.plugin.cdiv(rows, tile.rows) * -(-columns // tile.columns)
         return Launch(plugin_kernel(variant), (tiles, 1, 1), (rows, columns, inside))
 
     def _name(self, tensor: Any) -> str:
@@ -79,20 +73,11 @@ class ManyRows(_Ternary):
     """``GroupedQuantMatMul``, under the name that it has in a bundle."""
 
     NAME = "GroupedQuantMatMul"
-    TILES = (
-        MatmulTile(128, 128, 64, 8, 2, swapped=True),
-        MatmulTile(64, 128, 64, 4, 3, swapped=True),
-        MatmulTile(128, 128, 32, 8, 3, swapped=True),
-        MatmulTile(64, 64, 64, 4, 3),
-    )
+    TILES = PLUGIN_TILES_MANY_ROWS
 
 
 class FewRows(_Ternary):
     """``GroupedQuantMatMulFewRows``: any number of rows, and fast up to 16."""
 
     NAME = "GroupedQuantMatMulFewRows"
-    TILES = (
-        MatmulTile(16, 32, 128, 4, 4, swapped=True, band=1),
-        MatmulTile(16, 64, 128, 4, 4, swapped=True, band=1),
-        MatmulTile(16, 128, 64, 4, 4, swapped=True, band=1),
-    )
+    TILES = PLUGIN_TILES_FEW_ROWS

@@ -48,6 +48,11 @@ CASES = [
     Case(1, 2, 1, 33, 50, 64, mask="numbers", dtype=torch.bfloat16),
     Case(1, 2, 2, 33, 50, 32, mask="bool", is_causal=True, softcap=2.0, dtype=torch.float32),
     Case(1, 2, 1, 19, 35, 160, mask="numbers", dtype=torch.float32),
+    Case(1, 2, 1, 17, 19, 1, is_causal=True),
+    Case(1, 2, 1, 5, 40, 255, softcap=3.0),
+    Case(1, 2, 2, 18, 20, 129, mask="bool", dtype=torch.float32),
+    Case(1, 2, 1, 33, 35, 16, scale=-0.7),
+    Case(1, 2, 1, 33, 35, 16, mask="numbers", scale=-0.7),
 ]
 
 
@@ -126,6 +131,31 @@ def test_queries_that_see_nothing_get_zeros() -> None:
     assert (logsumexp[:, :, :19] == math.inf).all()
     dq, _, _ = launch_backward(do, q, k, v, None, o, logsumexp, *settings(case))
     assert (dq[:, :, :19] == 0).all()
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+def test_rows_that_are_wholly_masked_get_zeros(kind: torch.dtype) -> None:
+    case = Case(1, 2, 1, 20, 37, 24)
+    (q, k, v, do), _ = inputs(case)
+    seen = torch.ones(20, 37, dtype=torch.bool)
+    seen[3], seen[11:15] = False, False
+    mask = seen if kind == torch.bool else torch.zeros(20, 37).masked_fill(~seen, -math.inf)
+    wide = mask.expand(1, 2, 20, 37)
+    o, logsumexp = launch_attention(q, k, v, wide, *settings(case))
+    expected = attended(case, q.double(), k.double(), v.double(), seen.expand(1, 2, 20, 37))
+    assert (o[:, :, [3, 11, 14]] == 0).all()
+    assert error(o, expected) <= BOUNDS[torch.float16]
+    gradients = launch_backward(do, q, k, v, wide, o, logsumexp, *settings(case))
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert (gradients[0][:, :, [3, 11, 14]] == 0).all()
+
+
+def test_a_scale_of_zero_weighs_all_alike() -> None:
+    case = Case(1, 1, 1, 20, 37, 24, is_causal=True, offset=17)
+    (q, k, v, _), _ = inputs(case)
+    o, _ = launch_attention(q, k, v, None, True, 0.0, 0.0, 17)
+    means = torch.stack([v.double()[:, :, : row + 18].mean(2) for row in range(20)], 2)
+    assert error(o, means) <= BOUNDS[torch.float16]
 
 
 def test_large_scores_do_not_overflow() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -90,6 +93,58 @@ def test_operators_are_known_to_the_compiler(generator: torch.Generator) -> None
     q, k, v = (torch.randn(1, 2, 5, 8, generator=generator, requires_grad=True) for _ in range(3))
     mask = torch.rand(1, 2, 5, 5, generator=generator) > 0.1
     torch.library.opcheck(torch.ops.intaglio.flash_attention.default, (q, k, v, mask, True, 0.3, 0.5, 0))
+
+
+def test_backward_operator_is_known_to_the_compiler(generator: torch.Generator) -> None:
+    q, k, v = (torch.randn(1, 2, 5, 8, generator=generator) for _ in range(3))
+    settings = (True, 0.3, 0.5, 0)
+    o, logsumexp = torch.ops.intaglio.flash_attention(q, k, v, None, *settings)
+    arguments = (torch.randn_like(o), q, k, v, None, o, logsumexp, *settings)
+    torch.library.opcheck(torch.ops.intaglio.flash_attention_backward.default, arguments)
+
+
+def test_operators_are_compiled_whole(generator: torch.Generator) -> None:
+    """No break in torch.compile's graph, forward and backward, and the same numbers."""
+    codes, scales, _ = ternary(generator, 24, 64, 32)
+    x = torch.randn(1, 5, 64, generator=generator, requires_grad=True)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        q, k, v = ternary_matmul(x, codes, scales).view(1, 5, 3, 1, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        return flash_attention(q, k, v, is_causal=True, softcap=2.0).square().sum()
+
+    expected = torch.autograd.grad(block(x), x)[0]
+    found = torch.autograd.grad(torch.compile(block, fullgraph=True, backend="aot_eager")(x), x)[0]
+    torch.testing.assert_close(found, expected)
+
+
+def test_without_triton() -> None:
+    """Nothing imports it before a kernel is launched, and a launch says what to install."""
+    code = """
+import sys
+sys.modules["triton"] = None
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "triton" else find(name, *rest)
+import torch
+from intaglio.engines.nvidia import plugins
+from intaglio.errors import RuntimeMissingError
+from intaglio.kernels.cuda import ahead_of_time, ptx, tiles
+from intaglio.trainer.ops.attention import flash_attention
+from intaglio.trainer.ops.ternary import launch_matmul, ternary_matmul
+x, codes, scales = torch.randn(3, 32), torch.zeros(8, 8, dtype=torch.uint8), torch.ones(8, 1)
+assert ternary_matmul(x, codes, scales).shape == (3, 8)
+assert flash_attention(*(torch.randn(1, 1, 4, 8) for _ in range(3))).shape == (1, 1, 4, 8)
+for work in (lambda: launch_matmul(x.half(), codes, scales), lambda: ahead_of_time.compile_kernel(None, 80)):
+    try:
+        work()
+    except RuntimeMissingError as error:
+        assert "pip install 'intaglio[triton]'" in str(error)
+    else:
+        raise AssertionError("no error")
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_does_not_fit() -> None:
