@@ -35,7 +35,10 @@ def compile_(
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="All but cpu: float16 narrows a float32 bundle or model. Default: as the graph has it."),
+        typer.Option(
+            help="All but cpu: float16 (of tensorrt and tensorrt-rtx also bfloat16) narrows a float32 bundle or model. "
+            "Default: as the graph has it."
+        ),
     ] = None,
     deployment_target: Annotated[
         str | None, typer.Option(help="coreml: the oldest system to run on, iOS18 (the default) or iOS26.")

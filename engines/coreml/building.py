@@ -153,7 +153,7 @@ class Build:
             narrow = NarrowDtypePass(ir.DataType.FLOAT16)
             narrow(model)
             self.dtype = "float16 (narrowed from float32)"
-            self._note(f"{name} stays float32: {reason}" for name, reason in narrow.kept.items())
+            self._note(iter(narrow.notes))
         return model
 
     def _note_of(self, converted: Converted) -> None:

@@ -16,7 +16,7 @@ from onnx_ir.passes.common import (
 from intaglio.engines.lowering.fold_constants import MOVES, evaluate
 from intaglio.engines.lowering.fuse_nodes import constant_of, is_standard, modulates, only_consumer, same_shape
 from intaglio.engines.lowering.infer_shapes import infer_shapes
-from intaglio.engines.lowering.narrow_islands import Islands, Kind, forget
+from intaglio.engines.lowering.narrow_islands import FOLLOWS, Islands, Kind, forget
 from intaglio.errors import CompileError
 from intaglio.kernels.grouped_quant import DOMAIN
 
@@ -25,6 +25,8 @@ _DTYPES = (_HALF, ir.DataType.BFLOAT16)
 _MAX = 65504.0
 # What is computed of constants and has no more elements is made a constant.
 _FOLDED_ELEMENTS = 2**16
+# Names in one line of a report.
+_LISTED = 3
 
 
 class NarrowDtypePass(ir.passes.InPlacePass):
@@ -50,6 +52,16 @@ class NarrowDtypePass(ir.passes.InPlacePass):
         self._dtype = dtype
         self.kept: dict[str, str] = {}
         self.broken: dict[str, str] = {}
+
+    @property
+    def notes(self) -> list[str]:
+        """What a report is to say of ``kept``: nodes by name, those that only follow from others by their number."""
+        followers = [name for name, reason in self.kept.items() if reason.endswith(FOLLOWS)]
+        found = [f"{name} stays float32: {reason}" for name, reason in self.kept.items() if name not in followers]
+        if followers:
+            listed = ", ".join(followers[:_LISTED]) + (", …" if len(followers) > _LISTED else "")
+            found.append(f"{len(followers)} more stay float32, since they read what such nodes give: {listed}")
+        return found
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         _prepare(model)

@@ -69,6 +69,8 @@ _INTO_INTEGERS = {
 _GUARDED = {"Sqrt", "Rsqrt", "Reciprocal", "Pow", "Log"}
 _SUMS = {"Add", "Sub", "Where", "Concat"}
 _UNHELD = {Kind.BEYOND, Kind.TINY}
+# Why a node stays float32 that does so because of another.
+FOLLOWS = "reads what such a node gives"
 _BEYOND = "beyond "
 _BIAS, _MASK = 2, 3  # among the inputs of Conv and Gemm, and of Attention
 _ROOTS = {"Sqrt", "Pow", "Rsqrt"}
@@ -162,11 +164,13 @@ class Islands:
         return True, Kind.CONSTANT
 
     def _beyond(self, node: ir.Node, kinds: set[Kind], lost: str | None) -> tuple[bool, Kind]:
-        self._keep(node, lost or "reads what such a node gives")
+        self._keep(node, lost or FOLLOWS)
         if node.op_type in _NORMS or node.op_type in _BOUNDED:
             return True, Kind.PLAIN
         if lost and Kind.BEYOND not in kinds and kinds & {Kind.STATISTIC, Kind.ROOT, Kind.CENTRED}:
             return _elementwise(node, kinds, in_reduction=False)  # the epsilon of a norm
+        if lost and not kinds & _UNHELD and _goes_into_roots(node):
+            return True, Kind.STATISTIC  # the same of a norm whose variance the graph is given
         if Kind.BEYOND in kinds or (lost and _BEYOND in lost):
             return True, Kind.BEYOND
         # Beside activations, what is tiny adds little to them.
@@ -261,6 +265,12 @@ class Islands:
     def _keep(self, node: ir.Node, why: str) -> None:
         name = node.name or str(node.outputs[0].name)
         self.kept.setdefault(name, f"{node.op_type} {why}")
+
+
+def _goes_into_roots(node: ir.Node) -> bool:
+    """Whether a sum is there for its root alone."""
+    users = [use.node for use in node.outputs[0].uses()]
+    return node.op_type == "Add" and bool(users) and all(user.op_type in ("Sqrt", "Rsqrt") for user in users)
 
 
 def _makes_integers(node: ir.Node) -> bool:

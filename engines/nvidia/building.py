@@ -32,6 +32,8 @@ from intaglio.engines.nvidia.timing_cache import TimingCache
 from intaglio.engines.shapes import Tensor, largest_sizes
 from intaglio.errors import CompileError, IntaglioError
 from intaglio.exporters.bundle import Dim, TensorInfo
+from intaglio.kernels.cuda.ahead_of_time import require_triton
+from intaglio.kernels.grouped_quant import DOMAIN
 
 # The last that TensorRT said, for the error.
 _MOST_SAID = 3
@@ -72,6 +74,9 @@ def build(
     if isinstance(options, RtxOptions):
         notes += check_capabilities(name, model, options.sm)
         memory = check_memory(name, size)
+    if not is_rtx and any(node.domain == DOMAIN for node in model.graph.all_nodes()):
+        # The plugins' kernels are compiled inside TensorRT, which would not pass on what they say.
+        require_triton()
     exchanged = refittable(model) if isinstance(options, FullOptions) and options.refit else []
     with tempfile.TemporaryDirectory(prefix=".lowered-", dir=artifact.parent) as folder:
         lowered = Path(folder) / f"{name}.onnx"
@@ -105,7 +110,7 @@ def lowered_model(
     if options.dtype is not None and computes_in == "float32":
         narrow = NarrowDtypePass(ir.DataType[options.dtype.upper()])
         narrow(model)
-        notes += [f"{name} stays float32: {reason}" for name, reason in narrow.kept.items()]
+        notes += narrow.notes
     elif options.dtype not in (None, computes_in):
         notes.append(f"--dtype {options.dtype} changes nothing: the graph computes in {computes_in} already")
     if isinstance(options, RtxOptions):

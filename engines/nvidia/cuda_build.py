@@ -49,7 +49,7 @@ def lower(model: ir.Model, options: CudaOptions) -> list[str]:
     if options.dtype is not None and activation_dtype(model) == "float32":
         narrow = NarrowDtypePass(ir.DataType.FLOAT16)
         narrow(model)
-        notes += [f"{name} stays float32: {reason}" for name, reason in narrow.kept.items()]
+        notes += narrow.notes
     if options.provider == "tensorrt":
         # Without plugins, which onnxruntime has no names for: what its provider leaves, the others must run.
         notes += lower_for_tensorrt(model, "tensorrt-rtx")

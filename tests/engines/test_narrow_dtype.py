@@ -232,6 +232,29 @@ def test_little_that_is_added_is_no_matter_and_what_guards_a_divisor_is() -> Non
     assert set(kept) == {"d", "y"}
 
 
+def test_a_norm_whose_statistics_are_given_ends_its_island_itself() -> None:
+    text = """g (float[b,8] x, float[b,1] mean, float[b,1] variance, float[8,4] w) => (float[b,4] y)
+        <float eps = {1e-7}, float[8] scale = {1, 2, 3, 4, 5, 6, 7, 8}> {
+        d = Sub(x, mean) e = Add(variance, eps) s = Sqrt(e) n = Div(d, s) m = Mul(n, scale) y = MatMul(m, w)
+    }"""
+    x = floats(6, 8, scale=1e-3)
+    feeds = {"x": x, "mean": x.mean(1, keepdims=True), "variance": x.var(1, keepdims=True), "w": floats(8, 4)}
+    result, kept = check(model(text), feeds)
+    assert dtypes(result) == {"d": HALF, "e": FLOAT, "s": FLOAT, "n": FLOAT, "m": HALF, "y": HALF}
+    assert set(kept) == {"e"}
+
+
+def test_nodes_that_follow_from_others_are_one_note() -> None:
+    text = """g (float[b,8] x) => (float[b,8] y) <float huge = {70000}, float t = {0.5}> {
+        a = Mul(x, huge) b = Mul(a, t) c = Neg(b) d = Mul(c, t) e = Abs(d) y = Tanh(e)
+    }"""
+    _, narrow = narrowed(model(text))
+    assert len(narrow.kept) == 6
+    named, counted = narrow.notes
+    assert named.startswith("a stays float32: Mul reads 'huge'")
+    assert counted == "5 more stay float32, since they read what such nodes give: b, c, d, …"
+
+
 def test_bounds_that_no_float16_reaches_are_none() -> None:
     text = """g (float[b,8] x) => (float[b,8] y) <float low = {0.0}, float high = {3.4e38}, float least = {-1e30}> {
         a = Clip(x, low, high) y = Max(a, least)
