@@ -16,13 +16,13 @@ GIB = 1 << 30
 @pytest.mark.parametrize("free", [None, 100 * GIB])
 def test_the_memory_of_a_build_is_told(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
     monkeypatch.setattr(limits, "free_bytes", lambda: free)
-    assert limits.check_memory("stage", limits.BuildSize(2 * GIB)) == "stage: building takes about 6.5 GiB of memory"
+    assert limits.check_memory("stage", limits.BuildSize(2 * GIB)) == "stage: building takes about 5.7 GiB of memory"
 
 
 def test_little_memory_is_told_and_too_little_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "free_bytes", lambda: 5 * GIB)
     assert limits.check_memory("stage", limits.BuildSize(2 * GIB)).endswith(
-        "6.5 GiB of memory, and 5.0 GiB are free: it will be slow"
+        "5.7 GiB of memory, and 5.0 GiB are free: it will be slow"
     )
     monkeypatch.setattr(limits, "free_bytes", lambda: 4 * GIB)
     with pytest.raises(CompileError, match=r"stage: building takes at least 4\.1 GiB of memory, and 4\.0 GiB are free"):

@@ -1,7 +1,7 @@
 """Every stage as TensorRT is given it, run by onnxruntime: the numbers of the portable graph, and what its parser says.
 
-Bounds of relative L2, lowered against portable: 1e-5 in float32, 5e-3 in float16 and 3e-2 in bfloat16, both of which
-round every result. Measured at most: 9e-7, 1.5e-3 and 1.6e-2.
+Bounds of relative L2, lowered against portable: 1e-5 in float32; 8e-3 in float16 and 5e-2 in bfloat16, sixteen and
+thirteen roundings, since both round every result. Measured in five runs, at most: 1.1e-6, 3.9e-3 and 2.5e-2.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from intaglio.exporters.bundle import Bundle, read_bundle
 from intaglio.runtimes.random_feeds import Sizes, random_feeds
 
 DEMO = Path(__file__).parents[3] / "demo" / "emoji"
-BOUNDS = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 3e-2}
+BOUNDS = {"float32": 1e-5, "float16": 8e-3, "bfloat16": 5e-2}
 # The dtype of a bundle, and the option; both make a graph of halves.
 DTYPES = [
     ("float32", None), ("float32", "float16"), ("float32", "bfloat16"), ("float16", None), ("bfloat16", None),
