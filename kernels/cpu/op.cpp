@@ -203,7 +203,9 @@ void OpContext::run(const ParallelWork& work) {
         if (work.is_small() || parts == 1) {
             for (std::size_t part = 0; part < parts; ++part) body(&job, part);
         } else if (parts > 0) {
-            check(api_.parallel_for(context_, body, parts, 0, &job));
+            // Each part by itself: given 0, onnxruntime would hand every thread its share once and for all, and wait for
+            // the one that begins late or is disturbed.
+            check(api_.parallel_for(context_, body, parts, parts, &job));
         }
     }
 }
