@@ -122,6 +122,8 @@ def load(
 ) -> CudaSession:
     """Loads a built stage on the GPU; ``memory_budget`` bounds what onnxruntime takes for it there, in bytes.
 
+    Of its TensorRT provider, which has no such bound, it bounds what an engine works in.
+
     Raises EngineError, RuntimeMissingError.
     """
     from intaglio.engines.nvidia.cuda_session import CudaSession, check_provider, gpu_providers

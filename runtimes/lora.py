@@ -87,6 +87,18 @@ class Adapters:
         for stage, session in sessions.items():
             self.put(stage, session)
 
+    def load(self, stage: str, **how: Any) -> Any:
+        """Loads a stage, ``how`` as its target takes it, with its adapters. Raises InputError, EngineError."""
+        session = self._engine.load(stage, **how)
+        try:
+            self.put(stage, session)
+        except BaseException:
+            # The traceback would hold it, and memory of the GPU with it.
+            if hasattr(session, "close"):
+                session.close()
+            raise
+        return session
+
     def put(self, stage: str, session: Any) -> None:
         """Gives the session of a stage its adapters. Raises InputError, EngineError."""
         own = {path: stages[stage] for path, stages in self._modules.items() if stage in stages}

@@ -58,8 +58,10 @@ def build(
     name, is_rtx = graph.stem, isinstance(options, RtxOptions)
     # First, since what is missing is then known before any work is done.
     trt = import_tensorrt_rtx() if is_rtx else import_tensorrt()
+    portable = load_graph(graph)
     # Before lowering, which takes apart those that have no kernel.
-    attentions = count_nodes(load_graph(graph), "Attention")
+    attentions, weights = count_nodes(portable, "Attention"), set(portable.graph.initializers)
+    del portable
     model, notes = lowered_model(graph, options, context, [largest_sizes(each) for each in variants])
     taken = lowered_inputs(model, inputs)
     for value, tensor in zip(model.graph.inputs, taken, strict=True):
@@ -72,7 +74,7 @@ def build(
     if isinstance(options, RtxOptions):
         notes += check_capabilities(name, model, options.sm)
         memory = check_memory(name, size)
-    exchanged = refittable(model) if isinstance(options, FullOptions) and options.refit else []
+    exchanged = refittable(model, weights) if isinstance(options, FullOptions) and options.refit else []
     with tempfile.TemporaryDirectory(prefix=".lowered-", dir=artifact.parent) as folder:
         lowered = Path(folder) / f"{name}.onnx"
         say_progress(f"lower {name}", 0, max(handed.weight_bytes, 1), "bytes", memory)

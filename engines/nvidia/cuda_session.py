@@ -11,7 +11,7 @@ import numpy as np
 from intaglio.engines.interruptible import call_interruptibly
 from intaglio.engines.nvidia.driver import check_gpu
 from intaglio.engines.onnxruntime_ import import_onnxruntime
-from intaglio.engines.shapes import Interface, check_feeds
+from intaglio.engines.shapes import Interface, check_feeds, check_outputs
 from intaglio.errors import EngineError, RuntimeMissingError
 from intaglio.exporters.bundle import Dim
 
@@ -41,7 +41,9 @@ def gpu_providers(provider: str, cache: Path, budget: int | None) -> list[tuple[
         arena["gpu_mem_limit"] = budget
     chosen: list[tuple[str, dict[str, Any]]] = [(CUDA, arena)]
     if provider == "tensorrt":
-        kept = {"device_id": 0, "trt_engine_cache_enable": True, "trt_engine_cache_path": str(cache)}
+        kept: dict[str, Any] = {"device_id": 0, "trt_engine_cache_enable": True, "trt_engine_cache_path": str(cache)}
+        if budget is not None:
+            kept["trt_max_workspace_size"] = budget
         chosen.insert(0, (TENSORRT, kept))
     return chosen
 
@@ -94,6 +96,7 @@ class CudaSession:
         Raises InputError on wrong inputs, EngineError if the run fails. KeyboardInterrupt stops it between two nodes.
         """
         check_feeds(self.name, self.stage, self.dims, feeds)
+        check_outputs(self.name, self.stage, outputs)
         names = [name for name in self._outputs if outputs is None or name in outputs]
         try:
             binding = self._session.io_binding()

@@ -213,8 +213,10 @@ class DeviceArray:
     def numpy(self) -> np.ndarray:
         """A copy of it as NumPy has it. Raises EngineError."""
         array = np.empty(self.shape, self.stored)
-        self._device.make_current()
-        self._device.read(self.memory.address, array)
+        # Another thread may record, and would record this.
+        with self._device.lock:
+            self._device.make_current()
+            self._device.read(self.memory.address, array)
         return array.astype(self.dtype, copy=False)
 
 

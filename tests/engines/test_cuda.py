@@ -76,6 +76,8 @@ def test_options_and_providers(tmp_path: Path) -> None:
     ((name, options),) = gpu_providers("cuda", tmp_path, 5 << 30)
     assert (name, options["gpu_mem_limit"]) == (CUDA, 5 << 30)
     assert [each for each, _ in gpu_providers("tensorrt", tmp_path, None)] == [TENSORRT, CUDA]
+    (_, options), _ = gpu_providers("tensorrt", tmp_path, 5 << 30)
+    assert options["trt_max_workspace_size"] == 5 << 30
 
 
 def check(options: dict[str, str]) -> dict[str, str]:

@@ -13,6 +13,8 @@ import torch
 
 from intaglio.errors import InputError
 from intaglio.kernels.grouped_quant import GroupedQuantFormat, GroupedQuantRows, dequantize, pack_codes
+from intaglio.trainer.ops import attention
+from intaglio.trainer.ops import ternary as ternary_ops
 from intaglio.trainer.ops.attention import flash_attention
 from intaglio.trainer.ops.ternary import dequantize_ternary, ternary_matmul
 
@@ -145,6 +147,23 @@ for work in (lambda: launch_matmul(x.half(), codes, scales), lambda: ahead_of_ti
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_kernels_are_launched_on_the_gpu_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    class AskedError(Exception):
+        pass
+
+    def device_of(tensor: torch.Tensor) -> None:
+        assert tensor is x
+        raise AskedError
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    x = torch.zeros(2)
+    for operator in (
+        attention._attention, attention._attention_backward, ternary_ops._ternary_matmul, ternary_ops._dequantize
+    ):  # fmt: skip
+        with pytest.raises(AskedError):
+            operator._backend_fns["cuda"](x)
 
 
 def test_what_does_not_fit() -> None:
