@@ -169,18 +169,22 @@ def test_an_interrupt_while_it_records(tmp_path: Path, monkeypatch: pytest.Monke
     assert (opened.driver.recordings, opened.driver.destroyed) == (1, 2)
 
 
-def test_memory_that_is_let_go_while_it_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("owner", "name"), [(IExecutionContext, "execute_async_v3"), (Driver, "cuStreamBeginCapture")])
+def test_memory_that_is_let_go_while_it_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
     """As a collection of garbage may at any time."""
     opened = Opened(tmp_path, is_rtx=False)
     run_at(opened.session, (5,))
-    held, execute = opened.driver.used, IExecutionContext.execute_async_v3
+    held, call = opened.driver.used, getattr(owner, name)
     garbage = [opened.device.allocate(1000, "garbage")]
 
-    def collect(self: IExecutionContext, stream: int) -> bool:
+    def collect(self: Any, *arguments: Any) -> Any:
+        result = call(self, *arguments)
         garbage.clear()
-        return execute(self, stream)
+        return result
 
-    monkeypatch.setattr(IExecutionContext, "execute_async_v3", collect)
+    monkeypatch.setattr(owner, name, collect)
     given = feeds(5)
     check(opened.session.run(given), given)
     assert (opened.driver.recordings, opened.driver.used) == (1, held)
