@@ -43,6 +43,7 @@ class Adapters:
         self._engine, self._strengths = engine, _by_text(strengths)
         self._modules: dict[str, dict[str, dict[str, LoraModule]]] = {}
         self.files: dict[str, tuple[Path, ...]] = {}
+        self._hashes: dict[str, str] = {}
         if not strengths:
             return
         if engine.info.target != "tensorrt":
@@ -111,11 +112,10 @@ class Adapters:
 
     def texts(self) -> list[str]:
         """A line for each adapter that is not at strength 0: file, strength and hash."""
-        return [
-            f"{Path(path).name}:{strength:g} sha256 {_sha256(self.files[path][0])}"
-            for path, strength in self._strengths.items()
-            if strength
-        ]
+        used = {path: strength for path, strength in self._strengths.items() if strength}
+        # Once: a file of an adapter may have gigabytes.
+        self._hashes |= {path: _sha256(self.files[path][0]) for path in used if path not in self._hashes}
+        return [f"{Path(path).name}:{strength:g} sha256 {self._hashes[path]}" for path, strength in used.items()]
 
 
 def read_terms(path: str | Path, weights: Collection[str]) -> dict[str, LoraTerm]:

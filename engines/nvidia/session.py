@@ -127,6 +127,7 @@ class GpuSession:
         """
         if not self._pasts:
             return None
+        self._check_range((self._pasts[0].shape or ())[:1], (batch,))
         cache = GpuCache(batch, {})
         with self._working():
             try:
