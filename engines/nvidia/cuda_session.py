@@ -71,7 +71,7 @@ class CudaSession:
         # Otherwise onnxruntime may turn a dequantized MatMul into one with 8-bit activations.
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
         try:
-            self._session = self._ort.InferenceSession(
+            self._session: Any = self._ort.InferenceSession(
                 str(graph), options, providers=[*providers, (CPU, {})], enable_fallback=0
             )
         except Exception as error:  # onnxruntime's errors have no common base of their own
@@ -84,6 +84,10 @@ class CudaSession:
                 "pip install 'onnxruntime-gpu[cuda,cudnn]'"
             )
         self._outputs = [tensor.name for tensor in stage.outputs]
+
+    def close(self) -> None:
+        """Lets go of what it holds on the GPU, whoever holds the session; a run after that raises EngineError."""
+        self._session = None
 
     def new_cache(self, batch: int) -> None:
         """None: a cache stays on the GPU as ``resident`` outputs, which the next run takes."""
@@ -98,8 +102,11 @@ class CudaSession:
         check_feeds(self.name, self.stage, self.dims, feeds)
         check_outputs(self.name, self.stage, outputs)
         names = [name for name in self._outputs if outputs is None or name in outputs]
+        session = self._session
+        if session is None:
+            raise EngineError(f"{self.name}: its session was closed; load the stage again")
         try:
-            binding = self._session.io_binding()
+            binding = session.io_binding()
             for name, feed in feeds.items():
                 if isinstance(feed, np.ndarray):
                     binding.bind_cpu_input(name, np.ascontiguousarray(feed))
@@ -107,16 +114,16 @@ class CudaSession:
                     binding.bind_ortvalue_input(name, feed)
             for name in names:
                 binding.bind_output(name, self._device if name in resident else "cpu", 0)
-            self._call(binding)
+            self._call(session, binding)
         except Exception as error:
             raise EngineError(f"{self.name}: the run failed: {error}") from error
         found = dict(zip(names, binding.get_outputs(), strict=True))
         return {name: value if name in resident else value.numpy() for name, value in found.items()}
 
-    def _call(self, binding: Any) -> None:
+    def _call(self, session: Any, binding: Any) -> None:
         options = self._ort.RunOptions()
         options.log_severity_level = 4
         call_interruptibly(
-            lambda: self._session.run_with_iobinding(binding, options),
+            lambda: session.run_with_iobinding(binding, options),
             stop=lambda: setattr(options, "terminate", True),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def flash_attention(
 
 
 def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
-    B, H, _, D = query.shape
+    B, H, L, D = query.shape
     if key.shape != value.shape or (key.shape[0], key.shape[3]) != (B, D) or H % key.shape[1]:
         raise InputError(
             f"query is {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}; expected "
@@ -56,8 +57,15 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: to
         raise InputError(f"query is {query.dtype}; the CUDA kernels take float16, bfloat16 and float32")
     if query.device.type == "cuda" and max(B, H) > _LARGEST_AXIS:
         raise InputError(f"query is {list(query.shape)}; the CUDA kernels take batches and heads up to {_LARGEST_AXIS}")
+    scores = (B, H, L, key.shape[2])
+    if mask is not None and not _broadcasts(mask.shape, scores):
+        raise InputError(f"the mask is {list(mask.shape)}, expected what broadcasts to {list(scores)}")
     if mask is not None and mask.requires_grad:
         raise InputError("the mask asks for a gradient, which flash attention does not compute; detach it")
+
+
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    return len(shape) <= len(to) and all(size in (1, own) for size, own in zip(shape[::-1], to[::-1], strict=False))
 
 
 _ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor? mask"

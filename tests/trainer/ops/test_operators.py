@@ -179,5 +179,8 @@ def test_what_does_not_fit() -> None:
         flash_attention(*(torch.zeros(1, 1, 2, 300) for _ in range(3)))
     with pytest.raises(InputError, match="one dtype"):
         flash_attention(q, q.half(), q.half())
+    for shape in ((4, 5), (5, 5, 5), (1, 1, 1, 5, 5)):
+        with pytest.raises(InputError, match=r"expected what broadcasts to \[1, 4, 5, 5\]"):
+            flash_attention(q, q, q, torch.zeros(shape))
     with pytest.raises(InputError, match="does not compute; detach it"):
         flash_attention(q, q, q, torch.zeros(5, 5, requires_grad=True))
