@@ -30,6 +30,7 @@ INPUT_DTYPES = frozenset(
 SUFFIX = ".cuda"
 KEEPS_MODEL = False
 NOTES: tuple[str, ...] = ()
+BUILD_TOOLS: tuple[str, ...] = ()
 SOURCES = ("cuda.py", "nvidia/cuda_*.py", "nvidia/lower.py")
 _PACKAGES = ("onnxruntime-gpu", "onnxruntime")
 _GRAPH = "graph.onnx"

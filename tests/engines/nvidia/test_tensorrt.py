@@ -14,7 +14,7 @@ import tiny_checkpoint
 from fused_graphs import Graph
 
 import intaglio
-from intaglio.engines import tensorrt
+from intaglio.engines import identity, tensorrt
 from intaglio.engines.identity import _lowering_hash
 from intaglio.engines.nvidia import building, gpu, plugins
 from intaglio.engines.nvidia.full import has_few_rows, refittable
@@ -96,6 +96,18 @@ def test_a_change_of_the_kernels_changes_the_engines() -> None:
     found = [file for pattern in tensorrt.SOURCES for file in Path(tensorrt.__file__).parent.glob(pattern)]
     assert {"ternary.py", "plugins.py", "ptx.py", "plugin.py", "building.py"} <= {file.name for file in found}
     assert _lowering_hash("tensorrt") != _lowering_hash("tensorrt-rtx")
+
+
+@pytest.mark.parametrize(("target", "changes"), [("tensorrt", True), ("tensorrt-rtx", False)])
+def test_another_triton_builds_again(monkeypatch: pytest.MonkeyPatch, target: str, changes: bool) -> None:
+    """The identity stays: an engine needs no Triton."""
+    built = identity.Identity(
+        target=target, graph_sha256="", weights_sha256="", dtype="float16", accuracy="exact", shapes={}, compiler="",
+        lowering_sha256="", device="",
+    )  # fmt: skip
+    before = built.key()
+    monkeypatch.setattr(identity, "_version", lambda package: "another")
+    assert (built.key() != before) == changes
 
 
 def _model() -> ir.Model:
