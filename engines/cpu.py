@@ -31,6 +31,7 @@ SUFFIX = ".onnx"
 # The engine of an ONNX file is that file.
 KEEPS_MODEL = True
 NOTES: tuple[str, ...] = ()
+BUILD_TOOLS: tuple[str, ...] = ()
 SOURCES = ("cpu.py",)
 # Whose operators it has, besides those of ONNX itself.
 DOMAINS = frozenset(

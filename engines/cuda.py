@@ -30,6 +30,7 @@ INPUT_DTYPES = frozenset(
 SUFFIX = ".cuda"
 KEEPS_MODEL = False
 NOTES: tuple[str, ...] = ()
+BUILD_TOOLS: tuple[str, ...] = ()
 SOURCES = ("cuda.py", "nvidia/cuda_*.py", "nvidia/lower.py")
 _PACKAGES = ("onnxruntime-gpu", "onnxruntime")
 _GRAPH = "graph.onnx"
@@ -121,6 +122,8 @@ def load(
     memory_budget: int | None = None,
 ) -> CudaSession:
     """Loads a built stage on the GPU; ``memory_budget`` bounds what onnxruntime takes for it there, in bytes.
+
+    Of its TensorRT provider, which has no such bound, it bounds what an engine works in.
 
     Raises EngineError, RuntimeMissingError.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import shlex
 from collections.abc import Sequence
 from functools import cache
@@ -42,8 +43,9 @@ class Identity(BaseModel):
         return Wanted(self.target, self.accuracy, self.shapes, self.variants, self.options)
 
     def key(self) -> str:
-        """The identity as one hash."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+        """The identity as one hash, with the versions of what builds and is not needed to run."""
+        tools = [f"{tool} {_version(tool)}" for tool in target_module(self.target).BUILD_TOOLS]
+        return hashlib.sha256("\n".join([self.model_dump_json(), *tools]).encode()).hexdigest()
 
     def differences(self, other: Identity) -> list[str]:
         """What differs, as ``field: mine, other's``."""
@@ -102,6 +104,13 @@ def compile_command(source: Path, target: str, identity: Identity | None = None,
     if identity is not None and identity.accuracy != "exact":
         command += f" --accuracy {identity.accuracy}"
     return command
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 def _short(value: object) -> str:

@@ -8,6 +8,9 @@ from intaglio.engines.shapes import Tensor
 
 # How the names of a cache's inputs and outputs begin.
 PAST, PRESENT = "past_key_values.", "present."
+# The input whose axis 1 is the new tokens, the one that hides tokens, and where buffers are written to, which lowering
+# adds.
+TOKENS, MASK, POSITION = "input_ids", "attention_mask", "position"
 
 
 class Cache(Protocol):

@@ -29,6 +29,7 @@ class Target(Protocol):
     what its inputs and outputs may be. A stage is built into one file or folder, called ``stage`` + ``SUFFIX``; of an
     ONNX file, the engine ``KEEPS_MODEL`` and builds nothing beside it, or is such a file or folder as well.
     ``SOURCES`` are the files of this room that decide what is built, as patterns; ``NOTES`` what every report says.
+    ``BUILD_TOOLS`` are packages beside the compiler whose versions decide it too, and that a built engine does without.
     """
 
     ACCURACIES: tuple[str, ...]
@@ -38,6 +39,7 @@ class Target(Protocol):
     KEEPS_MODEL: bool
     SOURCES: tuple[str, ...]
     NOTES: tuple[str, ...]
+    BUILD_TOOLS: tuple[str, ...]
 
     def compiler(self) -> str:
         """Name and version of what builds. Raises RuntimeMissingError."""

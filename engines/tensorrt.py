@@ -39,6 +39,8 @@ __all__ = ["ACCURACIES", "DOMAINS", "INPUT_DTYPES", "KEEPS_MODEL", "NOTES", "SUF
 
 # Kernels are part of an engine, and lie in another room.
 SOURCES = ("tensorrt.py", "nvidia/*.py", "nvidia/plugins/*.py", "../kernels/cuda/*.py")
+# Compiles the kernels of plugins.
+BUILD_TOOLS = ("triton",)
 _WHEELS = ("tensorrt-cu13", "tensorrt-cu12", "tensorrt")
 
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["ACCURACIES", "DOMAINS", "INPUT_DTYPES", "KEEPS_MODEL", "NOTES", "SUFFIX", "fit_dims"]
 
 SOURCES = ("tensorrt_rtx.py", "nvidia/*.py")
+BUILD_TOOLS: tuple[str, ...] = ()
 _WHEEL = "tensorrt-rtx-cu13-bindings"
 
 

@@ -43,6 +43,7 @@ class Adapters:
         self._engine, self._strengths = engine, _by_text(strengths)
         self._modules: dict[str, dict[str, dict[str, LoraModule]]] = {}
         self.files: dict[str, tuple[Path, ...]] = {}
+        self._hashes: dict[str, str] = {}
         if not strengths:
             return
         if engine.info.target != "tensorrt":
@@ -87,6 +88,18 @@ class Adapters:
         for stage, session in sessions.items():
             self.put(stage, session)
 
+    def load(self, stage: str, **how: Any) -> Any:
+        """Loads a stage, ``how`` as its target takes it, with its adapters. Raises InputError, EngineError."""
+        session = self._engine.load(stage, **how)
+        try:
+            self.put(stage, session)
+        except BaseException:
+            # The traceback would hold it, and memory of the GPU with it.
+            if hasattr(session, "close"):
+                session.close()
+            raise
+        return session
+
     def put(self, stage: str, session: Any) -> None:
         """Gives the session of a stage its adapters. Raises InputError, EngineError."""
         own = {path: stages[stage] for path, stages in self._modules.items() if stage in stages}
@@ -99,11 +112,10 @@ class Adapters:
 
     def texts(self) -> list[str]:
         """A line for each adapter that is not at strength 0: file, strength and hash."""
-        return [
-            f"{Path(path).name}:{strength:g} sha256 {_sha256(self.files[path][0])}"
-            for path, strength in self._strengths.items()
-            if strength
-        ]
+        used = {path: strength for path, strength in self._strengths.items() if strength}
+        # Once: a file of an adapter may have gigabytes.
+        self._hashes |= {path: _sha256(self.files[path][0]) for path in used if path not in self._hashes}
+        return [f"{Path(path).name}:{strength:g} sha256 {self._hashes[path]}" for path, strength in used.items()]
 
 
 def read_terms(path: str | Path, weights: Collection[str]) -> dict[str, LoraTerm]:

@@ -124,9 +124,7 @@ class TextGenerationPipeline:
 
     def _session(self, stage: str) -> Any:
         if stage not in self._sessions:
-            session = self.engine.load(stage, **self._how)
-            self._adapters.put(stage, session)
-            self._sessions[stage] = session
+            self._sessions[stage] = self._adapters.load(stage, **self._how)
         return self._sessions[stage]
 
     def set_strengths(self, strengths: Mapping[str, float]) -> None:

@@ -375,9 +375,7 @@ class TextToImagePipeline:
     def _session(self, stage: str) -> Any:
         if stage not in self._sessions:
             with self._timed("load"), self._holding(stage):
-                session = self.engine.load(stage, **self._how)
-                self._adapters.put(stage, session)
-                self._sessions[stage] = session
+                self._sessions[stage] = self._adapters.load(stage, **self._how)
         return self._sessions[stage]
 
     def _leave(self, stage: str, plan: MemoryPlan) -> None:

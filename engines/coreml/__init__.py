@@ -33,6 +33,7 @@ INPUT_DTYPES = frozenset(
 SUFFIX = ".mlpackage"
 KEEPS_MODEL = False
 NOTES: tuple[str, ...] = ()
+BUILD_TOOLS: tuple[str, ...] = ()
 # What runs packages has no part in building them; of the evaluator, what the report's counts are read with has.
 _RUNS = ("cache_calls.py", "models.py", "session.py", "supported.py")
 _HERE = Path(__file__).parent

@@ -9,15 +9,15 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
-from intaglio.engines.lowering.decompose_attention import heads_of, split_heads
+from intaglio.engines.lowering.decompose_attention import heads_of, narrowed_mask, split_heads
 from intaglio.engines.lowering.fuse_nodes import attribute
 from intaglio.engines.lowering.graph_builder import GraphBuilder
+from intaglio.kernels.cuda.tiles import PLUGIN_LARGEST_HEAD
 from intaglio.kernels.grouped_quant import DOMAIN
 
 # The plugins' names.
 PLAIN, MASKED = "FlashAttention", "FlashAttentionMasked"
-# The largest heads that their kernels take.
-_LARGEST_HEAD = {ir.DataType.FLOAT: 128, ir.DataType.FLOAT16: 256, ir.DataType.BFLOAT16: 256}
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _SWAP_HEADS = [0, 2, 1, 3]
 _RANK = 4
 
@@ -59,9 +59,9 @@ def _has_kernel(node: ir.Node) -> bool:
         return False
     if mask is not None and not _is_broadcast(mask, query, inputs[1], heads.query):
         return False
-    if query.dtype not in _LARGEST_HEAD or heads.size is None or heads.size != heads.value_size:
+    if query.dtype not in _FLOATS or heads.size is None or heads.size != heads.value_size:
         return False
-    return heads.size <= _LARGEST_HEAD[query.dtype] and heads.query % heads.key == 0
+    return heads.size <= PLUGIN_LARGEST_HEAD[query.dtype.bitwidth // 8] and heads.query % heads.key == 0
 
 
 def _is_broadcast(mask: ir.Value, query: ir.Value, key: ir.Value | None, heads: int) -> bool:
@@ -91,7 +91,7 @@ def _replace(graph: ir.Graph, node: ir.Node) -> None:
     inputs = [query, key, value]
     if mask is not None:
         assert mask.shape is not None
-        mask = mask if mask.dtype == ir.DataType.BOOL else build.cast(mask, dtype)
+        mask = mask if mask.dtype == ir.DataType.BOOL else narrowed_mask(build, mask, dtype)
         missing = _RANK - (mask.shape.rank() if mask.shape is not None else _RANK)
         if missing:
             shape = [1] * missing + list(mask.shape or ())

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from intaglio.engines.kv_cache import MASK, POSITION
 from intaglio.engines.lowering.cache_appends import TOKENS, Append, append_of, readers
 from intaglio.engines.lowering.fuse_nodes import attribute, is_standard
 from intaglio.engines.lowering.graph_builder import GraphBuilder
 from intaglio.errors import CompileError
 
 OPSET = 24
-POSITION, MASK = "position", "attention_mask"
 _INT64 = ir.DataType.INT64
 
 

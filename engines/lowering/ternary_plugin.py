@@ -7,12 +7,11 @@ import onnx_ir as ir
 
 from intaglio.engines.lowering.graph_builder import GraphBuilder
 from intaglio.engines.lowering.packed_blocks import lazy, read_tensor
+from intaglio.kernels.cuda.tiles import CODES_IN_WORD, PLUGIN_GROUP
 from intaglio.kernels.grouped_quant import DOMAIN
 
 # The plugins' names: a plugin is good for many rows or for few, and holds one kernel for each.
 MANY_ROWS, FEW_ROWS = "GroupedQuantMatMul", "GroupedQuantMatMulFewRows"
-# Codes in an int32, and what divides the groups that the kernels take.
-_IN_WORD, _GROUP = 16, 32
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
@@ -72,5 +71,5 @@ def _is_ternary(node: ir.Node) -> bool:
     bits, group_size, zero_point = (node.attributes[name].as_int() for name in ("bits", "group_size", "zero_point"))
     has_offsets = weight[2].shape is None or weight[2].shape.rank() != 0
     width = weight[0].shape[1] if weight[0].shape is not None else 0
-    fits = group_size % _GROUP == 0 and isinstance(width, int) and width * 4 % _IN_WORD == 0
+    fits = group_size % PLUGIN_GROUP == 0 and isinstance(width, int) and width * 4 % CODES_IN_WORD == 0
     return (bits, zero_point) == (2, 1) and not has_offsets and fits

@@ -60,8 +60,10 @@ def build(
     name, is_rtx = graph.stem, isinstance(options, RtxOptions)
     # First, since what is missing is then known before any work is done.
     trt = import_tensorrt_rtx() if is_rtx else import_tensorrt()
+    portable = load_graph(graph)
     # Before lowering, which takes apart those that have no kernel.
-    attentions = count_nodes(load_graph(graph), "Attention")
+    attentions, weights = count_nodes(portable, "Attention"), set(portable.graph.initializers)
+    del portable
     model, notes = lowered_model(graph, options, context, [largest_sizes(each) for each in variants])
     taken = lowered_inputs(model, inputs)
     for value, tensor in zip(model.graph.inputs, taken, strict=True):
@@ -77,7 +79,7 @@ def build(
     if not is_rtx and any(node.domain == DOMAIN for node in model.graph.all_nodes()):
         # The plugins' kernels are compiled inside TensorRT, which would not pass on what they say.
         require_triton()
-    exchanged = refittable(model) if isinstance(options, FullOptions) and options.refit else []
+    exchanged = refittable(model, weights) if isinstance(options, FullOptions) and options.refit else []
     with tempfile.TemporaryDirectory(prefix=".lowered-", dir=artifact.parent) as folder:
         lowered = Path(folder) / f"{name}.onnx"
         say_progress(f"lower {name}", 0, max(handed.weight_bytes, 1), "bytes", memory)

@@ -10,13 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from intaglio.engines.kv_cache import PAST
+from intaglio.engines.kv_cache import MASK, PAST, POSITION, TOKENS
 from intaglio.engines.shapes import Tensor, largest_sizes
 from intaglio.errors import InputError
 from intaglio.exporters.bundle import Dim
-
-# Inputs that lowering adds and lengthens, and the one whose axis 1 is the new tokens.
-POSITION, MASK, TOKENS = "position", "attention_mask", "input_ids"
 
 
 def context_of(inputs: Sequence[Tensor], dims: Mapping[str, Dim]) -> int:

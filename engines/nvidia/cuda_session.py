@@ -11,7 +11,7 @@ import numpy as np
 from intaglio.engines.interruptible import call_interruptibly
 from intaglio.engines.nvidia.driver import check_gpu
 from intaglio.engines.onnxruntime_ import import_onnxruntime
-from intaglio.engines.shapes import Interface, check_feeds
+from intaglio.engines.shapes import Interface, check_feeds, check_outputs
 from intaglio.errors import EngineError, RuntimeMissingError
 from intaglio.exporters.bundle import Dim
 
@@ -41,7 +41,9 @@ def gpu_providers(provider: str, cache: Path, budget: int | None) -> list[tuple[
         arena["gpu_mem_limit"] = budget
     chosen: list[tuple[str, dict[str, Any]]] = [(CUDA, arena)]
     if provider == "tensorrt":
-        kept = {"device_id": 0, "trt_engine_cache_enable": True, "trt_engine_cache_path": str(cache)}
+        kept: dict[str, Any] = {"device_id": 0, "trt_engine_cache_enable": True, "trt_engine_cache_path": str(cache)}
+        if budget is not None:
+            kept["trt_max_workspace_size"] = budget
         chosen.insert(0, (TENSORRT, kept))
     return chosen
 
@@ -69,7 +71,7 @@ class CudaSession:
         # Otherwise onnxruntime may turn a dequantized MatMul into one with 8-bit activations.
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
         try:
-            self._session = self._ort.InferenceSession(
+            self._session: Any = self._ort.InferenceSession(
                 str(graph), options, providers=[*providers, (CPU, {})], enable_fallback=0
             )
         except Exception as error:  # onnxruntime's errors have no common base of their own
@@ -83,6 +85,10 @@ class CudaSession:
             )
         self._outputs = [tensor.name for tensor in stage.outputs]
 
+    def close(self) -> None:
+        """Lets go of what it holds on the GPU, whoever holds the session; a run after that raises EngineError."""
+        self._session = None
+
     def new_cache(self, batch: int) -> None:
         """None: a cache stays on the GPU as ``resident`` outputs, which the next run takes."""
 
@@ -94,9 +100,13 @@ class CudaSession:
         Raises InputError on wrong inputs, EngineError if the run fails. KeyboardInterrupt stops it between two nodes.
         """
         check_feeds(self.name, self.stage, self.dims, feeds)
+        check_outputs(self.name, self.stage, outputs)
         names = [name for name in self._outputs if outputs is None or name in outputs]
+        session = self._session
+        if session is None:
+            raise EngineError(f"{self.name}: its session was closed; load the stage again")
         try:
-            binding = self._session.io_binding()
+            binding = session.io_binding()
             for name, feed in feeds.items():
                 if isinstance(feed, np.ndarray):
                     binding.bind_cpu_input(name, np.ascontiguousarray(feed))
@@ -104,16 +114,16 @@ class CudaSession:
                     binding.bind_ortvalue_input(name, feed)
             for name in names:
                 binding.bind_output(name, self._device if name in resident else "cpu", 0)
-            self._call(binding)
+            self._call(session, binding)
         except Exception as error:
             raise EngineError(f"{self.name}: the run failed: {error}") from error
         found = dict(zip(names, binding.get_outputs(), strict=True))
         return {name: value if name in resident else value.numpy() for name, value in found.items()}
 
-    def _call(self, binding: Any) -> None:
+    def _call(self, session: Any, binding: Any) -> None:
         options = self._ort.RunOptions()
         options.log_severity_level = 4
         call_interruptibly(
-            lambda: self._session.run_with_iobinding(binding, options),
+            lambda: session.run_with_iobinding(binding, options),
             stop=lambda: setattr(options, "terminate", True),
         )

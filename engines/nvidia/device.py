@@ -138,21 +138,22 @@ class Device:
         """Records what ``work`` puts on the stream, which does not run yet. Raises EngineError if it cannot be."""
         mode = self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         with ExitStack() as after:
-            self._call("cuStreamBeginCapture", self.stream, mode)
-            self._recorder = threading.get_ident()
             after.callback(self._give_back_postponed)
+            # Before it begins, since garbage may be collected at any time.
+            self._recorder = threading.get_ident()
+            self._call("cuStreamBeginCapture", self.stream, mode)
             try:
                 work()
             finally:
                 # Whatever came of it: a stream that goes on recording would be of no use.
                 code, graph = self._driver.cuStreamEndCapture(self.stream)
-                self._recorder = None
                 if int(code) == 0:
                     after.callback(self._call, "cuGraphDestroy", graph)
             check(self._driver, "cuStreamEndCapture", code)
             return Recording(self, self._call("cuGraphInstantiate", graph, 0))
 
     def _give_back_postponed(self) -> None:
+        self._recorder = None
         postponed, self._postponed = self._postponed, []
         for end in postponed:
             self._outside_recordings(end)
@@ -213,8 +214,10 @@ class DeviceArray:
     def numpy(self) -> np.ndarray:
         """A copy of it as NumPy has it. Raises EngineError."""
         array = np.empty(self.shape, self.stored)
-        self._device.make_current()
-        self._device.read(self.memory.address, array)
+        # Another thread may record, and would record this.
+        with self._device.lock:
+            self._device.make_current()
+            self._device.read(self.memory.address, array)
         return array.astype(self.dtype, copy=False)
 
 

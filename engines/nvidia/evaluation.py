@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from intaglio.engines.kv_cache import PAST, PRESENT
-from intaglio.engines.nvidia.cache_buffers import TOKENS, buffer, buffered_feeds
+from intaglio.engines.kv_cache import PAST, PRESENT, TOKENS
+from intaglio.engines.nvidia.cache_buffers import buffer, buffered_feeds
 from intaglio.engines.onnxruntime_ import import_onnxruntime
-from intaglio.engines.shapes import Interface, check_feeds, largest_sizes
+from intaglio.engines.shapes import Interface, check_feeds, check_outputs, largest_sizes
 from intaglio.errors import EngineError
 from intaglio.exporters.bundle import Dim
 
@@ -55,6 +55,7 @@ class LoweredGraph:
     ) -> dict[str, Any]:
         """Runs it; ``outputs`` chooses by name (all by default). Raises InputError, EngineError."""
         check_feeds(self.name, self.stage, self.dims, feeds)
+        check_outputs(self.name, self.stage, outputs)
         session = self._session
         names = [o.name for o in session.get_outputs() if outputs is None or o.name in outputs]
         taken = {value.name: _DTYPES.get(value.type) for value in session.get_inputs()}

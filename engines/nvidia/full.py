@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
 
 from intaglio.engines.lowering.ternary_plugin import MANY_ROWS
+from intaglio.engines.nvidia.refit import checkpoint_name
 from intaglio.errors import CompileError
+from intaglio.kernels.cuda.tiles import FEW_ROWS
 from intaglio.kernels.grouped_quant import DOMAIN
 
-# How many rows count as few: see the plugin's kernels.
-_FEW = 16
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
@@ -27,7 +27,7 @@ def has_few_rows(model: ir.Model, largest: Sequence[Mapping[str, int]]) -> bool:
     return (
         bool(ternary)
         and bool(largest)
-        and all(_rows(node.inputs[0], sizes) <= _FEW for node in ternary for sizes in largest)
+        and all(_rows(node.inputs[0], sizes) <= FEW_ROWS for node in ternary for sizes in largest)
     )
 
 
@@ -37,8 +37,12 @@ def _rows(x: ir.Value | None, sizes: Mapping[str, int]) -> float:
     return math.prod(dim if isinstance(dim, int) else sizes.get(str(dim.value), math.inf) for dim in x.shape[:-1])
 
 
-def refittable(model: ir.Model) -> list[str]:
-    """The names of the weights of products, which LoRA changes: those of floats, as they are or transposed."""
+def refittable(model: ir.Model, weights: Collection[str]) -> list[str]:
+    """The names of the weights of products, which LoRA changes: those of floats, as they are or transposed.
+
+    ``weights`` are the checkpoint's. What lowering made of packed ones has a name that no adapter has, and nobody could
+    say what it holds where TensorRT joins it with others.
+    """
     names: dict[str, None] = {}
     for node in model.graph.all_nodes():
         if node.domain or node.op_type != "MatMul":
@@ -47,7 +51,9 @@ def refittable(model: ir.Model) -> list[str]:
         made = weight.producer() if weight is not None else None
         if made is not None and (made.domain, made.op_type) == ("", "Transpose"):
             weight = made.inputs[0]
-        if weight is not None and weight.is_initializer() and weight.dtype in _FLOATS and weight.name:
+        if weight is None or not weight.is_initializer() or weight.dtype not in _FLOATS or not weight.name:
+            continue
+        if checkpoint_name(weight.name) in weights:
             names[weight.name] = None
     return list(names)
 

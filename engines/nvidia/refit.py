@@ -6,6 +6,7 @@ no adapter leaves a residue. Names of weights are the checkpoint's own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from intaglio.errors import EngineError, InputError
 # How the two matrices of a low-rank branch beside a quantized weight are named after their module.
 _DOWN, _UP = "lora_A.weight", "lora_B.weight"
 # Behind the name of a weight that was narrowed.
-_NARROWED = ".float16"
+_NARROWED = re.compile(r"\.b?float16$")
 # Exchanged at a time: what is computed must stay in memory until TensorRT has read it.
 _BATCH_BYTES = 256 << 20
 
@@ -214,8 +215,10 @@ class Refit:
             if not terms:
                 return {weight: base}
             total = base.astype(np.float32)
-            for term, strength in terms:
-                total = total + _float32(term.up) * np.float32(term.scale * strength) @ _float32(term.down)
+            # What comes out as not finite is refused when it is exchanged.
+            with np.errstate(over="ignore", invalid="ignore"):
+                for term, strength in terms:
+                    total = total + _float32(term.up) * np.float32(term.scale * strength) @ _float32(term.down)
             return {weight: _rounded(total, base.dtype)}
         down, up = (self._base(name) for name in branch)
         free = np.flatnonzero(~up.astype(np.float32).any(axis=0))
@@ -225,6 +228,11 @@ class Refit:
             new_down[own] = _rounded(term.down, down.dtype)
             new_up[:, own] = _rounded(_float32(term.up) * np.float32(term.scale * strength), up.dtype)
         return {branch[0]: new_down, branch[1]: new_up}
+
+
+def checkpoint_name(stored: str) -> str:
+    """The name that a weight of an engine has in the checkpoint."""
+    return _NARROWED.sub("", stored)
 
 
 def _float32(array: np.ndarray) -> np.ndarray:
@@ -244,7 +252,7 @@ class EngineWeights:
         # Names in the engine, by the checkpoint's: one that is narrowed has another, and both may be there.
         self._stored: dict[str, list[str]] = {}
         for name in self._refitter.get_all_weights():
-            self._stored.setdefault(name.removesuffix(_NARROWED), []).append(name)
+            self._stored.setdefault(checkpoint_name(name), []).append(name)
         self.names = tuple(self._stored)
 
     def __call__(self, arrays: Mapping[str, np.ndarray], current: Callable[[str], np.ndarray]) -> None:
@@ -259,7 +267,7 @@ class EngineWeights:
                     self._set(stored, array, kept)
             while missing := [name for name in self._refitter.get_missing_weights() if name not in kept]:
                 for stored in missing:
-                    self._set(stored, current(stored.removesuffix(_NARROWED)), kept)
+                    self._set(stored, current(checkpoint_name(stored)), kept)
             if not self._refitter.refit_cuda_engine():
                 raise EngineError(f"TensorRT cannot exchange {', '.join(list(arrays)[:4])}, …")
         finally:

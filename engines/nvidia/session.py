@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from intaglio.engines.kv_cache import PAST, PRESENT, FilledPast
+from intaglio.engines.kv_cache import PAST, POSITION, PRESENT, TOKENS, FilledPast
 from intaglio.engines.nvidia.bound import Bound
-from intaglio.engines.nvidia.cache_buffers import POSITION, TOKENS, buffer, buffered_feeds
+from intaglio.engines.nvidia.cache_buffers import buffer, buffered_feeds
 from intaglio.engines.nvidia.device import Device, Memory
 from intaglio.engines.nvidia.plan import Context, Plan, PlanTensor, Shape
 from intaglio.engines.nvidia.refit import BaseWeights, EngineWeights, Exchange, Refit
-from intaglio.engines.shapes import Interface, check_feeds
+from intaglio.engines.shapes import Interface, check_feeds, check_outputs
 from intaglio.errors import EngineError, InputError
 from intaglio.exporters.bundle import Dim
 
@@ -113,6 +113,7 @@ class GpuSession:
         engine was not built for, EngineError if the run fails.
         """
         self._check(feeds)
+        check_outputs(self.name, self.stage, outputs)
         with self._working():
             if self._pasts:
                 return self._run_whole(feeds, outputs)
@@ -126,6 +127,7 @@ class GpuSession:
         """
         if not self._pasts:
             return None
+        self._check_range((self._pasts[0].shape or ())[:1], (batch,))
         cache = GpuCache(batch, {})
         with self._working():
             try:
@@ -151,6 +153,7 @@ class GpuSession:
         first, *others = self._pasts
         filled = {first.name: FilledPast(first, cache)}
         self._check({**feeds, **filled}, unchecked={tensor.name for tensor in others})
+        check_outputs(self.name, self.stage, outputs)
         with self._working():
             found = self._results(self._append(feeds, cache), list(outputs), ())
             cache.length += feeds[TOKENS].shape[1]

@@ -11,9 +11,9 @@ import onnx_ir as ir
 
 from intaglio.engines.lowering.packed_blocks import RESTS
 from intaglio.engines.lowering.ternary_plugin import FEW_ROWS, MANY_ROWS
+from intaglio.kernels.cuda.tiles import CODES_IN_WORD
 from intaglio.kernels.grouped_quant import DOMAIN
 
-_IN_WORD = 16
 # A type that more tensors have is the rule, and not what somebody would ask about.
 _MOST_NAMED = 2
 _QUANTIZED = {
@@ -131,7 +131,7 @@ def _packed_by(node: ir.Node) -> tuple[ir.Value | None, int, str]:
         name = _QUANTIZED.get(data.dtype) if data is not None and data.dtype is not None else None
     elif node.domain == DOMAIN and node.op_type in (MANY_ROWS, FEW_ROWS):
         # Our plugins read codes of 2 bits out of int32.
-        data, per_value, name = node.inputs[1], _IN_WORD, "codes of 2 bits"
+        data, per_value, name = node.inputs[1], CODES_IN_WORD, "codes of 2 bits"
     else:
         return None, 0, ""
     is_weight = data is not None and data.const_value is not None and name is not None

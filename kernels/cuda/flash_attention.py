@@ -112,15 +112,14 @@ def flash_attention_kernel(
     D: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, LOGSUMEXP: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The attention of BLOCK_L queries of one head; grid ``(ceil(L / BLOCK_L), B * H)``.
+    """The attention of BLOCK_L queries of one head; grid ``(ceil(L / BLOCK_L), H, B)``.
 
     CAUSAL: query i sees keys up to ``i + offset``. A mask's strides are 0 along axes that it has once; MASK is that of
     :func:`visible_scores`. WIDTH is the power of two, 16 or more, that holds D. With LOGSUMEXP, float32
     ``[B, H, L]`` gets the logarithm of each query's sum of exponentials (+inf where it saw no key), for the backward.
     """
     queries = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
-    batch = (tl.program_id(1) // H).to(tl.int64)
-    head = (tl.program_id(1) % H).to(tl.int64)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     shared_head = head // (H // S)
     columns = tl.arange(0, WIDTH)
     rows = queries.to(tl.int64)
@@ -161,4 +160,4 @@ def flash_attention_kernel(
     if LOGSUMEXP:
         logarithm = tl.log2(tl.where(weight == 0.0, 1.0, weight))
         sums = tl.where(weight == 0.0, float("inf"), (largest + logarithm) / _LOG2E)
-        tl.store(logsumexp + tl.program_id(1).to(tl.int64) * L + queries, sums, mask=queries < L)
+        tl.store(logsumexp + (batch * H + head) * L + queries, sums, mask=queries < L)

@@ -21,10 +21,9 @@ def attention_delta_kernel(
     o, o_stride_b, o_stride_h, o_stride_l, do, do_stride_b, do_stride_h, do_stride_l, H, L, delta,
     D: tl.constexpr, BLOCK_L: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """``delta[b, h, l] = sum(o * do)`` in float32; grid ``(ceil(L / BLOCK_L), B * H)``."""
+    """``delta[b, h, l] = sum(o * do)`` in float32; grid ``(ceil(L / BLOCK_L), H, B)``."""
     queries = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
-    batch = (tl.program_id(1) // H).to(tl.int64)
-    head = (tl.program_id(1) % H).to(tl.int64)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     rows = queries.to(tl.int64)[:, None]
     inside = (queries < L)[:, None] & (columns < D)[None, :]
@@ -32,7 +31,7 @@ def attention_delta_kernel(
     do_at = do + batch * do_stride_b + head * do_stride_h + rows * do_stride_l + columns[None, :]
     products = tl.load(o_at, mask=inside, other=0.0).to(tl.float32)
     products *= tl.load(do_at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(delta + tl.program_id(1).to(tl.int64) * L + queries, tl.sum(products, axis=1), mask=queries < L)
+    tl.store(delta + (batch * H + head) * L + queries, tl.sum(products, axis=1), mask=queries < L)
 
 
 @triton.jit
@@ -68,12 +67,11 @@ def attention_key_gradient_kernel(
     PRECISION: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """``dk`` and ``dv`` of BLOCK_T keys of one head, over all query heads that share it; grid ``(ceil(T / BLOCK_T),
-    B * S)``.
+    S, B)``.
     """
     first_key = tl.program_id(0) * BLOCK_T
     keys = first_key + tl.arange(0, BLOCK_T)
-    batch = (tl.program_id(1) // S).to(tl.int64)
-    shared_head = (tl.program_id(1) % S).to(tl.int64)
+    shared_head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     rows = keys.to(tl.int64)[:, None]
     inside = (keys < T)[:, None] & (columns < D)[None, :]
@@ -126,11 +124,10 @@ def attention_query_gradient_kernel(
     D: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """``dq`` of BLOCK_L queries of one head; grid ``(ceil(L / BLOCK_L), B * H)``."""
+    """``dq`` of BLOCK_L queries of one head; grid ``(ceil(L / BLOCK_L), H, B)``."""
     first_query = tl.program_id(0) * BLOCK_L
     queries = first_query + tl.arange(0, BLOCK_L)
-    batch = (tl.program_id(1) // H).to(tl.int64)
-    head = (tl.program_id(1) % H).to(tl.int64)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     shared_head = head // (H // S)
     columns = tl.arange(0, WIDTH)
     rows = queries.to(tl.int64)[:, None]
@@ -139,7 +136,7 @@ def attention_query_gradient_kernel(
     do_at = do + batch * do_stride_b + head * do_stride_h + rows * do_stride_l + columns[None, :]
     q_LD = tl.load(q_at, mask=inside, other=0.0)
     do_LD = tl.load(do_at, mask=inside, other=0.0)
-    row = tl.program_id(1).to(tl.int64) * L
+    row = (batch * H + head) * L
     sums = tl.load(logsumexp + row + queries, mask=queries < L, other=float("inf")) * _LOG2E
     deltas = tl.load(delta + row + queries, mask=queries < L, other=0.0)
     k_head = k + batch * k_stride_b + shared_head * k_stride_s

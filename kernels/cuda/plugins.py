@@ -21,7 +21,7 @@ def attention_plugin_kernel(
 ):  # fmt: skip
     """Attention of contiguous ``[B, H, L, D]``, ``[B, S, T, D]`` twice, without a mask; CAP is 0 for no softcap.
 
-    CAUSAL: query i sees keys 0 to i, as ONNX has it. Grid ``(ceil(L / BLOCK_L), B * H)``.
+    CAUSAL: query i sees keys 0 to i, as ONNX has it. Grid ``(ceil(L / BLOCK_L), H, B)``.
     """
     flash_attention_kernel(
         q, k, v, q, H * L * D, L * D, D, S * T * D, T * D, D, S * T * D, T * D, D, 0, 0, 0, 0, H * L * D, L * D, D,

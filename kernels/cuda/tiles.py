@@ -56,6 +56,10 @@ def largest_depth(group_size: int, most: int, least: int = 16) -> int:
     return depth
 
 
+# The largest head that the attention plugins take, by the bytes of an element: more leave too few registers.
+PLUGIN_LARGEST_HEAD = {2: 256, 4: 128}
+# The inputs of a group that the ternary plugins take are a multiple of this; an int32 holds so many codes.
+PLUGIN_GROUP, CODES_IN_WORD = 32, 16
 # The tiles of the ternary plugins, of which TensorRT keeps the fastest. They fit 48 KiB, and none splits the inputs: a
 # plugin has no memory to add up in.
 PLUGIN_TILES_MANY_ROWS = (

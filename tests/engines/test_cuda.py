@@ -13,6 +13,7 @@ import pytest
 import tiny_checkpoint
 
 import intaglio
+from intaglio.engines.engine import open_engine
 from intaglio.engines.nvidia import cuda_session
 from intaglio.engines.nvidia.cuda_ops import runs_on_cpu
 from intaglio.engines.nvidia.cuda_session import CUDA, TENSORRT, gpu_providers
@@ -41,6 +42,17 @@ def test_text_is_that_of_the_cpu(bundle: Path, monkeypatch: pytest.MonkeyPatch) 
     for prompt in ("The capital of France is", "x"):
         assert ours(prompt, max_new_tokens=6) == theirs(prompt, max_new_tokens=6)
     np.testing.assert_allclose(ours.score("that is").logprobs, theirs.score("that is").logprobs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_closed_session_holds_nothing(bundle: Path) -> None:
+    session = open_engine(bundle, "cuda").load_for_parity("score")
+    feeds = {name: np.ones((1, 3), np.int64) for name in ("input_ids", "attention_mask", "position_ids")}
+    with pytest.raises(InputError, match="score: has no output 'probabilities'; there are logits"):
+        session.run(feeds, ["probabilities"])
+    assert list(session.run(feeds)) == ["logits"]
+    session.close()
+    with pytest.raises(EngineError, match="score: its session was closed; load the stage again"):
+        session.run(feeds)
 
 
 def test_parity_without_a_gpu(bundle: Path) -> None:
@@ -76,6 +88,8 @@ def test_options_and_providers(tmp_path: Path) -> None:
     ((name, options),) = gpu_providers("cuda", tmp_path, 5 << 30)
     assert (name, options["gpu_mem_limit"]) == (CUDA, 5 << 30)
     assert [each for each, _ in gpu_providers("tensorrt", tmp_path, None)] == [TENSORRT, CUDA]
+    (_, options), _ = gpu_providers("tensorrt", tmp_path, 5 << 30)
+    assert options["trt_max_workspace_size"] == 5 << 30
 
 
 def check(options: dict[str, str]) -> dict[str, str]:

@@ -108,6 +108,20 @@ def test_attention_in_float32_under_a_mask(dtype: ir.DataType) -> None:
     assert node.attributes["scale"].as_float() == pytest.approx(64**-0.5)
 
 
+def test_a_float32_mask_of_halves_hides_with_finite_numbers() -> None:
+    """A row that is hidden as a whole is a mean in the graph, and would be zeros in the kernel."""
+    model = attention(F16, 40, (F32, 1, 1, "S", "S"), softcap=3.0)
+    lower(model, "tensorrt")
+    (node,) = (node for node in model.graph if node.domain)
+    mask = node.inputs[3]
+    assert mask is not None and mask.dtype == F16
+    cast = mask.producer()
+    assert cast is not None and cast.op_type == "Cast" and cast.inputs[0] is not None
+    bounded = cast.inputs[0].producer()
+    assert bounded is not None and bounded.op_type == "Max" and bounded.inputs[1] is not None
+    assert bounded.inputs[1].const_value.numpy() == -65504 / 2
+
+
 def test_what_neither_has_a_kernel_for_becomes_products() -> None:
     for dtype, head in ((F32, 160), (F16, 512)):
         model = attention(dtype, head)

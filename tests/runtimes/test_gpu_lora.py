@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 import intaglio
+from intaglio.engines.nvidia.device import used_bytes
 from intaglio.errors import EngineError, InputError
 from intaglio.scripts.main import app
 
@@ -137,9 +138,12 @@ def test_what_is_refused(writer: Path, trt: TensorRT, adapters: Mapping[str, Pat
         intaglio.load(tmp_path / "bundle", "tensorrt", lora={file: 1.0})
 
 
-def test_a_half_engine_rounds_once(trt: TensorRT, adapters: Mapping[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "rounding", "too_much"), [("float16", 2.0**-11, 1e6), ("bfloat16", 2.0**-8, 1e39)])
+def test_a_half_engine_rounds_once(
+    trt: TensorRT, adapters: Mapping[str, Path], tmp_path: Path, dtype: str, rounding: float, too_much: float
+) -> None:
     intaglio.export(tiny_checkpoint.write(tmp_path / "checkpoint"), tmp_path / "bundle")
-    intaglio.compile(tmp_path / "bundle", "tensorrt", dtype="float16", refit=True)
+    intaglio.compile(tmp_path / "bundle", "tensorrt", dtype=dtype, refit=True)
     pipe = intaglio.load(tmp_path / "bundle", "tensorrt", lora={str(adapters["a"]): 0.7})
     pipe.score(TEXT)
     engine = pipe._sessions["score"]._plan._engine
@@ -148,11 +152,15 @@ def test_a_half_engine_rounds_once(trt: TensorRT, adapters: Mapping[str, Path], 
     for module in MODULES["a"]:
         product = pairs[f"{module}.lora_B.weight"] @ pairs[f"{module}.lora_A.weight"]
         expected = weights[f"{module}.weight"].astype(np.float64) + 0.7 * ALPHA / RANK * product
-        found = engine.model.graph.initializers[f"{module}.weight.float16"].const_value.numpy()
-        assert found.dtype == np.float16
-        np.testing.assert_allclose(found, expected, rtol=2.0**-11, atol=1e-6)
-    with pytest.raises(InputError, match="has values that float16 does not hold; give them less"):
-        pipe.set_strengths({str(adapters["a"]): 1e6})
+        found = engine.model.graph.initializers[f"{module}.weight.{dtype}"].const_value.numpy()
+        assert found.dtype == dtype
+        np.testing.assert_allclose(found.astype(np.float64), expected, rtol=rounding, atol=1e-6)
+    with pytest.raises(InputError, match=f"has values that {dtype} does not hold; give them less"):
+        pipe.set_strengths({str(adapters["a"]): too_much})
+    held = used_bytes()
+    with pytest.raises(InputError, match="give them less") as raised:
+        intaglio.load(tmp_path / "bundle", "tensorrt", lora={str(adapters["a"]): too_much}).score(TEXT)
+    assert used_bytes() == held, f"nothing is left, though {raised} has a traceback"
     pipe.set_strengths({str(adapters["a"]): 0.7})
 
 

@@ -171,6 +171,8 @@ def test_a_cache_of_halves(writer: Path, trt: TensorRT, target: str, tmp_path: P
 
 def test_a_context_that_is_full(writer: Path, trt: TensorRT, target: str) -> None:
     stage = open_engine(writer, target).load("generate")
+    with pytest.raises(InputError, match="batch is 3, and the engine was compiled for 1 to 2"):
+        stage.new_cache(3)
     cache = stage.new_cache(1)
     cache.length = CONTEXT - 1
     feeds = {

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from intaglio.errors import InputError
-from intaglio.trainer.ops.launch import TYPE_NAMES, architecture, blocks, require_triton
+from intaglio.trainer.ops.launch import TYPE_NAMES, architecture, blocks, on_its_device, require_triton
+
+# Of a grid, behind the first one.
+_LARGEST_AXIS = 65535
 
 
 def flash_attention(
@@ -26,7 +30,8 @@ def flash_attention(
     As ``torch.nn.functional.scaled_dot_product_attention`` with ``enable_gqa``, and: scores are softcapped before the
     mask is added, where ``softcap`` is not 0; with ``is_causal`` query i sees keys up to ``i + causal_offset``, and a
     mask may be given too; a query that sees no key gets zeros. ``mask`` is boolean (true: seen) or of numbers to add,
-    and broadcasts to ``[B, H, L, T]``; it has no gradient. D is at most 256. Raises InputError on what does not fit.
+    and broadcasts to ``[B, H, L, T]``; it has no gradient. D is at most 256, and on CUDA B and H are at most 65535.
+    Raises InputError on what does not fit.
     """
     _check(query, key, value, mask)
     if mask is not None:
@@ -37,7 +42,7 @@ def flash_attention(
 
 
 def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
-    B, H, _, D = query.shape
+    B, H, L, D = query.shape
     if key.shape != value.shape or (key.shape[0], key.shape[3]) != (B, D) or H % key.shape[1]:
         raise InputError(
             f"query is {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}; expected "
@@ -50,8 +55,17 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: to
         )
     if query.device.type == "cuda" and query.dtype not in TYPE_NAMES:
         raise InputError(f"query is {query.dtype}; the CUDA kernels take float16, bfloat16 and float32")
+    if query.device.type == "cuda" and max(B, H) > _LARGEST_AXIS:
+        raise InputError(f"query is {list(query.shape)}; the CUDA kernels take batches and heads up to {_LARGEST_AXIS}")
+    scores = (B, H, L, key.shape[2])
+    if mask is not None and not _broadcasts(mask.shape, scores):
+        raise InputError(f"the mask is {list(mask.shape)}, expected what broadcasts to {list(scores)}")
     if mask is not None and mask.requires_grad:
         raise InputError("the mask asks for a gradient, which flash attention does not compute; detach it")
+
+
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    return len(shape) <= len(to) and all(size in (1, own) for size, own in zip(shape[::-1], to[::-1], strict=False))
 
 
 _ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor? mask"
@@ -196,7 +210,7 @@ def launch_attention(
     if o.numel() == 0:
         return o, logsumexp
     pointer, mask_strides, kind = _mask(mask, q)
-    flash_attention_kernel[(blocks(L, tile.queries), B * H)](
+    flash_attention_kernel[(blocks(L, tile.queries), H, B)](
         q, k, v, pointer, *_strides(q, k, v), *mask_strides, *_strides(o),
         H, k.shape[1], L, k.shape[2], scale, softcap, offset, o, logsumexp,
         LOGSUMEXP=True, **_constants(tile, q, kind, is_causal, softcap),
@@ -229,25 +243,25 @@ def launch_backward(
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     delta = torch.empty((B, H, L), dtype=torch.float32, device=q.device)
-    kernels.attention_delta_kernel[(blocks(L, 32), B * H)](
+    kernels.attention_delta_kernel[(blocks(L, 32), H, B)](
         o, *_strides(o), do, *_strides(do), H, L, delta, D=D, BLOCK_L=32, WIDTH=width_of(D)
     )
     pointer, mask_strides, kind = _mask(mask, q)
     inputs = (q, k, v, pointer, do, logsumexp, delta, *_strides(q, k, v), *mask_strides, *_strides(do))
     sizes = (H, S, L, T, scale, softcap, offset)
     tile = key_gradient_tile(D, q.element_size(), architecture(q.device)[0])
-    kernels.attention_key_gradient_kernel[(blocks(T, tile.keys), B * S)](
+    kernels.attention_key_gradient_kernel[(blocks(T, tile.keys), S, B)](
         *inputs, *_strides(dk, dv), *sizes, dk, dv, **_constants(tile, q, kind, is_causal, softcap)
     )
     tile = query_gradient_tile(D, q.element_size())
-    kernels.attention_query_gradient_kernel[(blocks(L, tile.queries), B * H)](
+    kernels.attention_query_gradient_kernel[(blocks(L, tile.queries), H, B)](
         *inputs, *_strides(dq), *sizes, dq, **_constants(tile, q, kind, is_causal, softcap)
     )
     return dq, dk, dv
 
 
-_attention.register_kernel("cuda")(launch_attention)
-_attention_backward.register_kernel("cuda")(launch_backward)
+_attention.register_kernel("cuda")(on_its_device(launch_attention))
+_attention_backward.register_kernel("cuda")(on_its_device(launch_backward))
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from intaglio.errors import InputError
-from intaglio.trainer.ops.launch import architecture, blocks, require_triton
+from intaglio.trainer.ops.launch import architecture, blocks, on_its_device, require_triton
 
 
 def ternary_matmul(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, int8: bool = False) -> torch.Tensor:
@@ -80,6 +80,7 @@ def _(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, int8: bool) ->
 
 
 @_ternary_matmul.register_kernel("cuda")
+@on_its_device
 def _on_cuda(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, int8: bool) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     launch = launch_int8_matmul if int8 else launch_matmul
@@ -113,6 +114,7 @@ def _(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Te
 
 
 @_dequantize.register_kernel("cuda")
+@on_its_device
 def _dequantize_on_cuda(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return launch_dequantize(codes.contiguous(), scales.contiguous(), dtype)
 

@@ -14,14 +14,7 @@ import numpy as np
 
 from intaglio.engines.nvidia.plugins.plugin import Attributes, Launch, Plugin
 from intaglio.kernels.cuda.ptx import plugin_kernel
-
-# Larger heads leave too few registers: they stay products and a softmax.
-_LARGEST_HALF, _LARGEST_FLOAT = 256, 128
-
-
-def has_kernel(head_dim: int, is_half: bool) -> bool:
-    """Whether there is a kernel for heads of this size, in half precision or in float32."""
-    return 1 <= head_dim <= (_LARGEST_HALF if is_half else _LARGEST_FLOAT)
+from intaglio.kernels.cuda.tiles import PLUGIN_LARGEST_HEAD
 
 
 class FlashAttention(Plugin):
@@ -46,7 +39,7 @@ class FlashAttention(Plugin):
         dtypes = {each.dtype for each in (q, k, v)}
         if len(dtypes) > 1 or q.dtype not in names:
             raise ValueError(f"{self.NAME}: q, k and v are {sorted(map(str, dtypes))}; expected one float type")
-        if not has_kernel(q.shape[3], q.dtype != trt.float32):
+        if not 1 <= q.shape[3] <= PLUGIN_LARGEST_HEAD[4 if q.dtype == trt.float32 else 2]:
             raise ValueError(f"{self.NAME}: has heads of {q.shape[3]} in {names[q.dtype]}, which no kernel takes")
         if mask and mask[0].dtype not in (trt.bool, q.dtype):
             raise ValueError(f"{self.NAME}: the mask is {mask[0].dtype}, expected booleans or {q.dtype}")
@@ -78,7 +71,7 @@ class FlashAttention(Plugin):
             mask=0 if not mask else 1 if mask[0].dtype == trt.bool else 2,
         )
         blocks = trt.plugin.cdiv(length, variant.constants["BLOCK_L"])
-        return Launch(plugin_kernel(variant), (blocks, batch * heads, 1), tuple(numbers))
+        return Launch(plugin_kernel(variant), (blocks, heads, batch), tuple(numbers))
 
 
 class MaskedFlashAttention(FlashAttention):

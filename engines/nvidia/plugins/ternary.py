@@ -14,10 +14,13 @@ import numpy as np
 
 from intaglio.engines.nvidia.plugins.plugin import Attributes, Launch, Plugin
 from intaglio.kernels.cuda.ptx import plugin_kernel
-from intaglio.kernels.cuda.tiles import PLUGIN_TILES_FEW_ROWS, PLUGIN_TILES_MANY_ROWS, MatmulTile
-
-# Inputs in an int32, and the least inputs of a group that a kernel takes.
-_IN_WORD, SMALLEST_GROUP = 16, 32
+from intaglio.kernels.cuda.tiles import (
+    CODES_IN_WORD,
+    PLUGIN_GROUP,
+    PLUGIN_TILES_FEW_ROWS,
+    PLUGIN_TILES_MANY_ROWS,
+    MatmulTile,
+)
 
 
 class _Ternary(Plugin):
@@ -34,13 +37,13 @@ class _Ternary(Plugin):
     def types(self, inputs: Sequence[Any], attributes: Attributes) -> str:
         x, codes, scales = inputs
         names = [self._name(x), "INT32", self._name(scales), self._name(x)]
-        inside, group = codes.shape[1] * _IN_WORD, attributes["group_size"]
+        inside, group = codes.shape[1] * CODES_IN_WORD, attributes["group_size"]
         if names[0] == "FP32" or codes.dtype != self.trt.int32:
             raise ValueError(f"{self.NAME}: x is {x.dtype} and codes {codes.dtype}; expected half precision and INT32")
-        if group < SMALLEST_GROUP or group % SMALLEST_GROUP or inside != scales.shape[1] * group:
+        if group < PLUGIN_GROUP or group % PLUGIN_GROUP or inside != scales.shape[1] * group:
             raise ValueError(
                 f"{self.NAME}: {inside} inputs in {scales.shape[1]} groups of {group}; expected groups of a multiple "
-                f"of {SMALLEST_GROUP} that fill them"
+                f"of {PLUGIN_GROUP} that fill them"
             )
         return ", ".join(names)
 
@@ -51,7 +54,7 @@ class _Ternary(Plugin):
         from intaglio.kernels.cuda.variants import ternary_plugin_variant
 
         x, codes, scales = inputs
-        columns, inside = codes.shape[0], codes.shape[1] * _IN_WORD
+        columns, inside = codes.shape[0], codes.shape[1] * CODES_IN_WORD
         dtype, scale_dtype = self._name(x).lower(), self._name(scales).lower()
         tile = self.TILES[tactic - 1]
         variant = ternary_plugin_variant(tile, columns, inside, attributes["group_size"], dtype, scale_dtype)

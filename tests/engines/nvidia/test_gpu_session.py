@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -169,21 +169,49 @@ def test_an_interrupt_while_it_records(tmp_path: Path, monkeypatch: pytest.Monke
     assert (opened.driver.recordings, opened.driver.destroyed) == (1, 2)
 
 
-def test_memory_that_is_let_go_while_it_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("owner", "name"), [(IExecutionContext, "execute_async_v3"), (Driver, "cuStreamBeginCapture")])
+def test_memory_that_is_let_go_while_it_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
     """As a collection of garbage may at any time."""
     opened = Opened(tmp_path, is_rtx=False)
     run_at(opened.session, (5,))
-    held, execute = opened.driver.used, IExecutionContext.execute_async_v3
+    held, call = opened.driver.used, getattr(owner, name)
     garbage = [opened.device.allocate(1000, "garbage")]
 
-    def collect(self: IExecutionContext, stream: int) -> bool:
+    def collect(self: Any, *arguments: Any) -> Any:
+        result = call(self, *arguments)
         garbage.clear()
-        return execute(self, stream)
+        return result
 
-    monkeypatch.setattr(IExecutionContext, "execute_async_v3", collect)
+    monkeypatch.setattr(owner, name, collect)
     given = feeds(5)
     check(opened.session.run(given), given)
     assert (opened.driver.recordings, opened.driver.used) == (1, held)
+
+
+def test_what_stays_is_read_by_another_thread_while_this_one_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, given = Opened(tmp_path, is_rtx=False), feeds(5)
+    kept = opened.session.run(given, ["y"], resident=["y"])["y"]
+    execute, reading = IExecutionContext.execute_async_v3, list[Future[np.ndarray]]()
+    with ThreadPoolExecutor(1) as pool:
+
+        def record(self: IExecutionContext, stream: int) -> bool:
+            reading.append(pool.submit(kept.numpy))
+            wait(reading, timeout=0.2)  # long enough for one that is not kept waiting
+            return execute(self, stream)
+
+        monkeypatch.setattr(IExecutionContext, "execute_async_v3", record)
+        opened.session.run(given)
+        np.testing.assert_array_equal(reading[0].result(), 2 * given["x"] + given["ids"][:, None])
+    assert opened.driver.recordings == 1
+
+
+def test_outputs_that_there_are_not(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="double: has no output 'z'; there are y, total"):
+        Opened(tmp_path).session.run(feeds(2), ["y", "z"])
 
 
 def test_threads_share_a_session(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_attention_is_found_and_described(tmp_path: Path) -> None:
     (launched,) = found.launched
     assert found.dtype == "HALF" and found.types == [["HALF", "HALF", "HALF", "BOOL", "HALF"]]
     assert found.shapes == [[3, 8, 70, 40]]
-    assert launched.grids == [[2, 24, 1]] and launched.numbers == [[8, 2, 70, 90, 0, 0, 90]]
+    assert launched.grids == [[2, 8, 3]] and launched.numbers == [[8, 2, 70, 90, 0, 0, 90]]
     _check_ptx(launched, pointers=5, numbers=7)
 
 

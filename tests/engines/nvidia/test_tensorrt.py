@@ -11,20 +11,22 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import tiny_checkpoint
+from fused_graphs import Graph
 
 import intaglio
-from intaglio.engines import tensorrt
+from intaglio.engines import identity, tensorrt
 from intaglio.engines.identity import _lowering_hash
 from intaglio.engines.nvidia import building, gpu, plugins
 from intaglio.engines.nvidia.full import has_few_rows, refittable
 from intaglio.engines.nvidia.limits import BuildSize
+from intaglio.engines.nvidia.lower import lower
 from intaglio.engines.nvidia.monitor import progress_monitor
 from intaglio.engines.nvidia.options import FullOptions
 from intaglio.engines.nvidia.profiles import Range
 from intaglio.engines.nvidia.stats import handed_over
 from intaglio.engines.nvidia.timing_cache import TimingCache
 from intaglio.errors import CompileError, EngineError, InputError, RuntimeMissingError
-from intaglio.kernels.grouped_quant import DOMAIN
+from intaglio.kernels.grouped_quant import DOMAIN, GroupedQuantFormat
 
 _DRIVER = r"""
 #include <string.h>
@@ -96,6 +98,18 @@ def test_a_change_of_the_kernels_changes_the_engines() -> None:
     assert _lowering_hash("tensorrt") != _lowering_hash("tensorrt-rtx")
 
 
+@pytest.mark.parametrize(("target", "changes"), [("tensorrt", True), ("tensorrt-rtx", False)])
+def test_another_triton_builds_again(monkeypatch: pytest.MonkeyPatch, target: str, changes: bool) -> None:
+    """The identity stays: an engine needs no Triton."""
+    built = identity.Identity(
+        target=target, graph_sha256="", weights_sha256="", dtype="float16", accuracy="exact", shapes={}, compiler="",
+        lowering_sha256="", device="",
+    )  # fmt: skip
+    before = built.key()
+    monkeypatch.setattr(identity, "_version", lambda package: "another")
+    assert (built.key() != before) == changes
+
+
 def _model() -> ir.Model:
     """A dense product, a transposed one and a ternary one, of rows ``[batch, tokens]``."""
     half = ir.TensorType(ir.DataType.FLOAT16)
@@ -144,12 +158,26 @@ def test_what_tensorrt_is_given(tmp_path: Path, tokens: int, op_type: str) -> No
     ir.save(_model(), path)
     model, notes = building.lowered_model(path, FullOptions(), largest=[{"batch": 1, "tokens": tokens}])
     assert op_type in {node.op_type for node in model.graph} and "1 ternary products as a plugin" in notes
-    assert refittable(model) == ["a.weight", "b.weight"]
+    assert refittable(model, {"a.weight", "b.weight"}) == ["a.weight", "b.weight"]
     handed = handed_over(model)
     # Two bits a code, and a scale of 16 for 64 of them.
     assert (handed.quantized_count, handed.quantized_bytes) == (8 * 64, 8 * 16 + 8 * 2)
     assert handed.for_report()["quantized_bits_per_weight"] == 2.25
     assert handed.weight_count == 2 * 64 * 64 + 8 * 64
+
+
+def test_what_lowering_makes_of_a_packed_weight_is_not_exchanged() -> None:
+    graph = Graph({"x": ["rows", 256]}, {"x": ir.DataType.FLOAT16})
+    form = GroupedQuantFormat(4, 64, 0)
+    codes, scales, offsets = graph.table(24, 256, "a.weight", form)
+    y = graph.op.GroupedQuantMatMul(graph["x"], codes, scales, offsets, **vars(form), _domain=DOMAIN)
+    y.dtype, y.shape = ir.DataType.FLOAT16, ir.Shape(["rows", 24])
+    model = graph.model(y=y)
+    weights = set(model.graph.initializers)
+    lower(model, "tensorrt")
+    products = [node for node in model.graph if node.op_type == "MatMul"]
+    assert len(products) == 2, "of the weight, and of the sums of groups"
+    assert refittable(model, weights) == []
 
 
 class _Config:

@@ -13,6 +13,8 @@ import torch
 
 from intaglio.errors import InputError
 from intaglio.kernels.grouped_quant import GroupedQuantFormat, GroupedQuantRows, dequantize, pack_codes
+from intaglio.trainer.ops import attention
+from intaglio.trainer.ops import ternary as ternary_ops
 from intaglio.trainer.ops.attention import flash_attention
 from intaglio.trainer.ops.ternary import dequantize_ternary, ternary_matmul
 
@@ -147,6 +149,23 @@ for work in (lambda: launch_matmul(x.half(), codes, scales), lambda: ahead_of_ti
     assert done.returncode == 0, done.stderr
 
 
+def test_kernels_are_launched_on_the_gpu_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    class AskedError(Exception):
+        pass
+
+    def device_of(tensor: torch.Tensor) -> None:
+        assert tensor is x
+        raise AskedError
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    x = torch.zeros(2)
+    for operator in (
+        attention._attention, attention._attention_backward, ternary_ops._ternary_matmul, ternary_ops._dequantize
+    ):  # fmt: skip
+        with pytest.raises(AskedError):
+            operator._backend_fns["cuda"](x)
+
+
 def test_what_does_not_fit() -> None:
     x, codes, scales = torch.zeros(3, 64), torch.zeros(8, 16, dtype=torch.uint8), torch.ones(8, 2)
     with pytest.raises(InputError, match="x has 60 inputs, codes hold 64"):
@@ -160,5 +179,8 @@ def test_what_does_not_fit() -> None:
         flash_attention(*(torch.zeros(1, 1, 2, 300) for _ in range(3)))
     with pytest.raises(InputError, match="one dtype"):
         flash_attention(q, q.half(), q.half())
+    for shape in ((4, 5), (5, 5, 5), (1, 1, 1, 5, 5)):
+        with pytest.raises(InputError, match=r"expected what broadcasts to \[1, 4, 5, 5\]"):
+            flash_attention(q, q, q, torch.zeros(shape))
     with pytest.raises(InputError, match="does not compute; detach it"):
         flash_attention(q, q, q, torch.zeros(5, 5, requires_grad=True))
