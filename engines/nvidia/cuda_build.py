@@ -18,10 +18,13 @@ from intaglio.engines.graph_stats import activation_dtype, count_nodes
 from intaglio.engines.lowering.decompose_attention import DecomposeAttentionPass
 from intaglio.engines.lowering.external_weights import write_graph
 from intaglio.engines.lowering.fuse_gather import FuseGatherPass
+from intaglio.engines.lowering.fuse_nodes import attribute
+from intaglio.engines.lowering.infer_shapes import infer_shapes
 from intaglio.engines.lowering.matmul_n_bits import MatMulNBitsPass
 from intaglio.engines.lowering.narrow_dtype import NarrowDtypePass
 from intaglio.engines.lowering.widen_dtype import WidenDtypePass
 from intaglio.engines.memory import peak_rss_bytes
+from intaglio.engines.model_build import check_model
 from intaglio.engines.nvidia.cuda_ops import runs_on_cpu
 from intaglio.engines.nvidia.cuda_options import CudaOptions
 from intaglio.engines.nvidia.cuda_session import CudaSession
@@ -54,6 +57,8 @@ def lower(model: ir.Model, options: CudaOptions) -> list[str]:
         # Without plugins, which onnxruntime has no names for: what its provider leaves, the others must run.
         notes += lower_for_tensorrt(model, "tensorrt-rtx")
     else:
+        if any(value.shape is None for node in model.graph.all_nodes() for value in node.outputs):
+            infer_shapes(model)
         gathers, weights, attention = FuseGatherPass(), MatMulNBitsPass(), DecomposeAttentionPass(why_not_fused)
         for each in (gathers, weights, attention):
             each(model)
@@ -67,6 +72,8 @@ def lower(model: ir.Model, options: CudaOptions) -> list[str]:
 def build(request: dict[str, Any]) -> dict[str, Any]:
     """Lowers and writes the graph, and runs it once on the CPU where its stage is known. Raises IntaglioError."""
     graph, folder = Path(request["graph"]), Path(request["artifact"])
+    if request["stage"] is None:
+        check_model(graph)
     model = load_graph(graph)
     total = count_nodes(model, "Attention")
     notes = lower(model, CudaOptions.model_validate(request["options"]))
@@ -110,7 +117,8 @@ def _weight_size(model: ir.Model) -> tuple[int, int]:
     for node in graph.all_nodes():
         if node.op_type in ("MatMulNBits", "GatherBlockQuantized"):
             codes = node.inputs[1 if node.op_type == "MatMulNBits" else 0]
-            bits[str(codes.name if codes is not None else "")] = node.attributes["bits"].as_int()
+            # 4 is the operator's default; onnxruntime says of others, at the load, that it has none.
+            bits[str(codes.name if codes is not None else "")] = attribute(node, "bits", 4) or 4
         if node.op_type in ("MatMulNBits", "GatherBlockQuantized", "DequantizeLinear"):
             scale = node.inputs[1 if node.op_type == "DequantizeLinear" else 2]
             scales.add(str(scale.name if scale is not None else ""))

@@ -6,6 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import coreml_models
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -16,7 +17,7 @@ import intaglio
 from intaglio.engines.nvidia import cuda_session
 from intaglio.engines.nvidia.cuda_ops import runs_on_cpu
 from intaglio.engines.nvidia.cuda_session import CUDA, TENSORRT, gpu_providers
-from intaglio.errors import EngineError, InputError, RuntimeMissingError
+from intaglio.errors import CompileError, EngineError, InputError, RuntimeMissingError
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,3 +90,19 @@ def test_operators_without_a_kernel_are_counted() -> None:
     { a = BitwiseAnd(x, x) b = BitwiseAnd(a, x) y = Add(b, x) }"""
     model = ir.serde.deserialize_model(onnx.parser.parse_model(text))
     assert runs_on_cpu(model) == {"BitwiseAnd": 2}
+
+
+def test_foreign_files_are_checked(tmp_path: Path) -> None:
+    cycle = "g (float[4] x) => (float[4] y) { a = Add(x, y) y = Relu(a) }"
+    onnx.save(coreml_models.model(cycle), tmp_path / "net.onnx")
+    with pytest.raises(CompileError, match=r"fails onnx.checker: .*topologically sorted"):
+        intaglio.compile(tmp_path / "net.onnx", "cuda")
+
+
+def test_attention_of_a_foreign_file_that_says_no_shapes(tmp_path: Path) -> None:
+    text = """g (float16[1,8,4,64] x) => (float16[1,4,8,64] y) {
+        q = Transpose<perm=[0, 2, 1, 3]>(x) t = Tanh(q) y = Attention(q, t, t)
+    }"""
+    onnx.save(coreml_models.model(text, opset=23), tmp_path / "net.onnx")
+    stage = intaglio.compile(tmp_path / "net.onnx", "cuda").stages["net"]
+    assert (stage.attention_fused, stage.attention_total) == (1, 1)
