@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -69,7 +70,7 @@ def run_child(
     CancelledError.
     """
     # -P: without it, modules in the working folder would stand in for the standard library's.
-    command = [sys.executable, "-P", "-m", f"intaglio.engines.{module}"]
+    command = [sys.executable, "-P", "-m", f"intaglio.engines.{module}", str(os.getpid())]
     if progress is None:
         return subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False)
     lines: list[str] = []
@@ -114,7 +115,10 @@ def refuse(error: Exception, graph: str) -> int:
     """In the child: says why nothing is built, in one line; what it exits with."""
     if isinstance(error, OSError):
         advice = "free space, or choose another disk" if error.errno in _FULL else "check the path"
-        what = f"{error.filename or graph}: {error.strerror or error}, while {graph} was built; {advice}"
+        if error.errno == errno.EFBIG:
+            advice = "the system or a limit (ulimit -f) allows no files of this size"
+        at = f"{error.filename}: " if error.filename else ""
+        what = f"{at}{error.strerror or error}, while {graph} was built; {advice}"
     else:
         what = str(error)
     sys.stderr.write(" ".join(what.split()) + "\n")
@@ -133,6 +137,9 @@ def end_with_parent() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        # It may have ended before: what a child imports takes a second.
+        if len(sys.argv) > 1 and sys.argv[1] != str(os.getppid()):
+            sys.exit(1)
 
 
 def how_it_ended(done: subprocess.CompletedProcess[str]) -> str:

@@ -100,7 +100,7 @@ def compile_command(source: Path, target: str, identity: Identity | None = None,
         command += f' --shapes "{each}"' if re.fullmatch(r"[\w.,:= -]*", each) else f" --shapes {shlex.quote(each)}"
     for name, value in identity.options.items() if identity is not None else ():
         # Of a switch, the name is all.
-        command += f" --{name.replace('_', '-')}" + ("" if value == "yes" else f" {value}")
+        command += f" --{name.replace('_', '-')}" + ("" if value == "yes" else f" {shlex.quote(value)}")
     if identity is not None and identity.accuracy != "exact":
         command += f" --accuracy {identity.accuracy}"
     return command

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -435,6 +436,38 @@ def test_the_command_that_builds_again_builds_the_same(bundle: Path) -> None:
     info.write_text(info.read_text().replace("TensorRT for RTX 1.", "TensorRT for RTX 0.", 1))
     with pytest.raises(EngineError, match=r"\(compiler: TensorRT for RTX 0.*, now TensorRT for RTX 1.*\); build again"):
         open_engine(bundle, "tensorrt-rtx")
+
+
+@pytest.mark.parametrize("options", [{"sm": "90"}, {"dtype": "float8"}, {"$(id)": "1"}])
+def test_options_that_no_build_had(bundle: Path, options: dict[str, str]) -> None:
+    intaglio.compile(bundle, "tensorrt-rtx")
+    info = bundle / "engines/tensorrt-rtx/engine.json"
+    content = json.loads(info.read_text())
+    for identity in content["identities"].values():
+        identity["options"] = options
+    info.write_text(json.dumps(content))
+    with pytest.raises(EngineError, match=r"engine.json: is damaged .*; build again with `intaglio compile") as caught:
+        intaglio.parity(bundle, "tensorrt-rtx")
+    assert "--" not in str(caught.value).split("build again")[1].replace("--target tensorrt-rtx", "")
+
+
+def test_a_child_whose_parent_has_ended_builds_nothing(bundle: Path) -> None:
+    """It may end before the child has imported what tells it so."""
+    command = [sys.executable, "-P", "-m", "intaglio.engines.nvidia.building", str(os.getppid())]
+    done = subprocess.run(command, input="", capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+
+
+def test_files_that_may_not_grow(bundle: Path) -> None:
+    program = "from intaglio.scripts.entry import main; main()"
+    limited = f"ulimit -f 8; exec {shlex.quote(sys.executable)} -c {shlex.quote(program)} compile {bundle}"
+    done = subprocess.run(
+        ["bash", "-c", f"{limited} --target tensorrt-rtx"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    said = "error: File too large, while generate.onnx was built; the system or a limit (ulimit -f) allows no files"
+    assert said in done.stderr
+    assert not any((bundle / "engines").iterdir())
 
 
 def test_repeated_capabilities_are_all_taken(tmp_path: Path) -> None:
