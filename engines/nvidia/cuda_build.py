@@ -15,6 +15,7 @@ from onnx_ir.passes.common import InlinePass, RemoveUnusedFunctionsPass, RemoveU
 from intaglio.engines.child import end_with_parent, fail, refuse
 from intaglio.engines.graph_file import load_graph
 from intaglio.engines.graph_stats import activation_dtype, count_nodes
+from intaglio.engines.lowering.check_packed import check_packed
 from intaglio.engines.lowering.decompose_attention import DecomposeAttentionPass
 from intaglio.engines.lowering.external_weights import write_graph
 from intaglio.engines.lowering.fuse_gather import FuseGatherPass
@@ -31,7 +32,7 @@ from intaglio.engines.nvidia.cuda_session import CudaSession
 from intaglio.engines.nvidia.lower import lower as lower_for_tensorrt
 from intaglio.engines.nvidia.lower import why_not_fused
 from intaglio.engines.shapes import smallest_feeds
-from intaglio.errors import EngineError, IntaglioError
+from intaglio.errors import CompileError, EngineError, IntaglioError
 from intaglio.exporters.bundle import Dim, StageInfo
 from intaglio.kernels.grouped_quant import DOMAIN
 
@@ -46,6 +47,7 @@ def lower(model: ir.Model, options: CudaOptions) -> list[str]:
     Raises CompileError.
     """
     notes = []
+    check_packed(model)
     if activation_dtype(model) == "bfloat16":
         notes.append(f"bfloat16 is computed in {options.dtype or 'float32'}, as some operators have no kernel for it")
     WidenDtypePass(_BF16, [DOMAIN])(model)
@@ -65,6 +67,8 @@ def lower(model: ir.Model, options: CudaOptions) -> list[str]:
         for common in (InlinePass(), RemoveUnusedFunctionsPass(), RemoveUnusedOpsetsPass()):
             common(model)
         notes += [*weights.notes, *attention.notes]
+    if ours := sorted({node.op_type for node in model.graph.all_nodes() if node.domain == DOMAIN}):
+        raise CompileError(f"onnxruntime has no operator {', '.join(ours)} of the domain {DOMAIN}")
     notes += [f"{count} of {name} run on the CPU: CUDA has no kernel" for name, count in runs_on_cpu(model).items()]
     return notes
 

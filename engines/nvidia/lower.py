@@ -12,6 +12,7 @@ from onnx_ir.passes.common import (
 
 from intaglio.engines.lowering.attention_plugin import AttentionPluginPass
 from intaglio.engines.lowering.block_dequantize import BlockDequantizePass
+from intaglio.engines.lowering.check_packed import check_packed
 from intaglio.engines.lowering.decompose_attention import DecomposeAttentionPass, heads_of
 from intaglio.engines.lowering.dequantize_casts import DequantizeCastsPass
 from intaglio.engines.lowering.float_integers import FloatIntegersPass
@@ -49,6 +50,7 @@ def lower(model: ir.Model, flavour: str = "tensorrt-rtx", *, context: int = 0, f
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     if any(value.dtype is None or value.shape is None for node in model.graph.all_nodes() for value in node.outputs):
         infer_shapes(model)
+    check_packed(model)
     FloatIntegersPass()(model)
     DequantizeCastsPass()(model)
     symmetric = SymmetricDequantizePass()

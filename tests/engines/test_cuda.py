@@ -106,3 +106,12 @@ def test_attention_of_a_foreign_file_that_says_no_shapes(tmp_path: Path) -> None
     onnx.save(coreml_models.model(text, opset=23), tmp_path / "net.onnx")
     stage = intaglio.compile(tmp_path / "net.onnx", "cuda").stages["net"]
     assert (stage.attention_fused, stage.attention_total) == (1, 1)
+
+
+def test_our_operators_that_are_left(tmp_path: Path) -> None:
+    proto = coreml_models.model("g (float[4] x) => (float[4] y) { y = Relu(x) }")
+    proto.graph.node[0].domain, proto.graph.node[0].op_type = "intaglio", "Odd"
+    proto.opset_import.add(domain="intaglio", version=1)
+    onnx.save(proto, tmp_path / "net.onnx")
+    with pytest.raises(CompileError, match="onnxruntime has no operator Odd of the domain intaglio"):
+        intaglio.compile(tmp_path / "net.onnx", "cuda")
