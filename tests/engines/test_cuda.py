@@ -74,15 +74,17 @@ def test_options_and_providers(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--sm: is no option of the target cuda"):
         check({"sm": "86"})
     assert check({}) == {"provider": "cuda"}
+    with pytest.raises(InputError, match="--shapes: the target cuda takes every size in a range; give it once"):
+        check({}, 2)
     ((name, options),) = gpu_providers("cuda", tmp_path, 5 << 30)
     assert (name, options["gpu_mem_limit"]) == (CUDA, 5 << 30)
     assert [each for each, _ in gpu_providers("tensorrt", tmp_path, None)] == [TENSORRT, CUDA]
 
 
-def check(options: dict[str, str]) -> dict[str, str]:
+def check(options: dict[str, str], sets_of_sizes: int = 0) -> dict[str, str]:
     from intaglio.engines import cuda
 
-    return cuda.check_options(options, 0)
+    return cuda.check_options(options, sets_of_sizes)
 
 
 def test_operators_without_a_kernel_are_counted() -> None:
