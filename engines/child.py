@@ -29,6 +29,7 @@ _FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 _PR_SET_PDEATHSIG = 1
 # Of a child that crashed, for the error.
 _LAST_LINES = 3
+_CRASHES = (4, 6, 7, 8, 11)  # what processes end of that do what they may not
 _KILLED = 9  # SIGKILL, which Windows does not name
 
 
@@ -149,6 +150,8 @@ def how_it_ended(done: subprocess.CompletedProcess[str]) -> str:
     said = "; ".join(done.stderr.strip().splitlines()[-(_LAST_LINES if crashed else 1) :]) or "no message"
     how = f"was ended by signal {-done.returncode}" if crashed else "failed"
     ended = f"{how} while building: {said}"
+    if crashed and -done.returncode in _CRASHES:
+        ended += ". That is a mistake of the compiler's own: update it, or compile for another target"
     if done.returncode == -_KILLED:
         ended += (
             ". Systems end in this way what takes more memory than there is: end other programs, or build on a machine "

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from intaglio.engines.lowering.fuse_nodes import called
 from intaglio.errors import CompileError
 from intaglio.kernels.grouped_quant import DOMAIN, SCALE_DTYPES, GroupedQuantFormat
 
@@ -17,7 +18,7 @@ def check_packed(model: ir.Model) -> None:
     """Looks at attributes, dtypes and shapes, and reads no weight. Raises CompileError naming node and input."""
     for node in model.graph.all_nodes():
         if node.domain == DOMAIN and node.op_type in _OPERATORS:
-            _check(node, f"{node.name or node.outputs[0].name}: {node.op_type}")
+            _check(node, f"{called(node)}: {node.op_type}")
 
 
 def _check(node: ir.Node, named: str) -> None:

@@ -286,7 +286,10 @@ def test_a_build_can_be_cancelled(bundle: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("progress", [None, lambda event: True])
-@pytest.mark.parametrize(("number", "said"), [(11, "one; two; three"), (9, "one; two; three. Systems end in this way")])
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(11, "one; two; three. That is a mistake of the compiler's own"), (9, "one; two; three. Systems end in this way")],
+)
 def test_a_compiler_that_crashes_is_an_error(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, said: str, progress: Any
 ) -> None:
