@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ _FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 _PR_SET_PDEATHSIG = 1
 # Of a child that crashed, for the error.
 _LAST_LINES = 3
+_CRASHES = (4, 6, 7, 8, 11)  # what processes end of that do what they may not
 _KILLED = 9  # SIGKILL, which Windows does not name
 
 
@@ -69,7 +71,7 @@ def run_child(
     CancelledError.
     """
     # -P: without it, modules in the working folder would stand in for the standard library's.
-    command = [sys.executable, "-P", "-m", f"intaglio.engines.{module}"]
+    command = [sys.executable, "-P", "-m", f"intaglio.engines.{module}", str(os.getpid())]
     if progress is None:
         return subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False)
     lines: list[str] = []
@@ -114,7 +116,10 @@ def refuse(error: Exception, graph: str) -> int:
     """In the child: says why nothing is built, in one line; what it exits with."""
     if isinstance(error, OSError):
         advice = "free space, or choose another disk" if error.errno in _FULL else "check the path"
-        what = f"{error.filename or graph}: {error.strerror or error}, while {graph} was built; {advice}"
+        if error.errno == errno.EFBIG:
+            advice = "the system or a limit (ulimit -f) allows no files of this size"
+        at = f"{error.filename}: " if error.filename else ""
+        what = f"{at}{error.strerror or error}, while {graph} was built; {advice}"
     else:
         what = str(error)
     sys.stderr.write(" ".join(what.split()) + "\n")
@@ -133,6 +138,9 @@ def end_with_parent() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        # It may have ended before: what a child imports takes a second.
+        if len(sys.argv) > 1 and sys.argv[1] != str(os.getppid()):
+            sys.exit(1)
 
 
 def how_it_ended(done: subprocess.CompletedProcess[str]) -> str:
@@ -142,6 +150,8 @@ def how_it_ended(done: subprocess.CompletedProcess[str]) -> str:
     said = "; ".join(done.stderr.strip().splitlines()[-(_LAST_LINES if crashed else 1) :]) or "no message"
     how = f"was ended by signal {-done.returncode}" if crashed else "failed"
     ended = f"{how} while building: {said}"
+    if crashed and -done.returncode in _CRASHES:
+        ended += ". That is a mistake of the compiler's own: update it, or compile for another target"
     if done.returncode == -_KILLED:
         ended += (
             ". Systems end in this way what takes more memory than there is: end other programs, or build on a machine "

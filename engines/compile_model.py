@@ -61,9 +61,9 @@ def compile_model(
         raise InputError(f"accuracy {accuracy!r}: an ONNX file runs as it is written, which is `exact`")
     described = read_onnx(path)
     _check_versions(described)
-    _check_domains(described, module.DOMAINS, module.compiler())
-    _check_interface(described, module.INPUT_DTYPES)
     wanted = choose(target, described.dims, accuracy, shapes, options or {})
+    _check_domains(described, module.DOMAINS, module.compiler())
+    _check_interface(described, module.INPUT_DTYPES, target)
     sources = {path.name: path, **_external_sources(described)}
     folder = (engines_folder(path) if output is None else Path(output)) / target
     artifact_name = path.name if module.KEEPS_MODEL else f"{path.stem}{module.SUFFIX}"
@@ -144,13 +144,15 @@ def _check_domains(described: OnnxFile, domains: frozenset[str], compiler: str) 
         )
 
 
-def _check_interface(described: OnnxFile, dtypes: frozenset[str]) -> None:
+def _check_interface(described: OnnxFile, dtypes: frozenset[str], target: str) -> None:
+    if not described.outputs:
+        raise CompileError(f"{described.path}: has no outputs, so that there is nothing to compute")
     for what, tensors in (("input", described.inputs), ("output", described.outputs)):
         for tensor in tensors:
             if tensor.dtype not in dtypes:
                 raise CompileError(
-                    f"{described.path}: the {what} {tensor.name!r} is {tensor.dtype}, which cannot be fed or returned "
-                    f"as a NumPy array; expected {', '.join(sorted(dtypes))}"
+                    f"{described.path}: the {what} {tensor.name!r} is {tensor.dtype}, which an engine for {target} "
+                    f"does not take or give; expected {', '.join(sorted(dtypes))}. Cast it in the model"
                 )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from intaglio.engines.child import build_in_child
 from intaglio.engines.nvidia.cuda_options import read_cuda_options
-from intaglio.errors import RuntimeMissingError
+from intaglio.errors import InputError, RuntimeMissingError
 from intaglio.kernels.grouped_quant import DOMAIN
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ def device() -> str:
 def check_options(options: Mapping[str, str], sets_of_sizes: int) -> dict[str, str]:
     """The options with their defaults. Raises InputError."""
     read = read_cuda_options(options)
+    if sets_of_sizes > 1:
+        raise InputError("--shapes: the target cuda takes every size in a range; give it once, NAME=MIN:OPT:MAX")
     checked = {"provider": read.provider, "dtype": read.dtype or ""}
     return {name: value for name, value in checked.items() if value}
 

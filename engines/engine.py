@@ -13,7 +13,7 @@ from intaglio.engines.artifact import digest, stamps
 from intaglio.engines.identity import Identity, compile_command, stage_identity
 from intaglio.engines.report import Report
 from intaglio.engines.target import target_module
-from intaglio.errors import EngineError
+from intaglio.errors import EngineError, InputError
 from intaglio.exporters.bundle import Bundle, Dim, read_bundle
 
 ENGINE_FILE, REPORT_FILE = "engine.json", "report.json"
@@ -128,6 +128,11 @@ def open_engine(bundle: str | Path, target: str = "cpu") -> Engine:
             f"{', '.join(described.stages)}; build again with {again}"
         )
     for stage, built in info.identities.items():
+        try:
+            module.check_options(built.options, len(info.shapes))
+        except InputError as error:
+            afresh = rebuild_command(folder, target)
+            raise EngineError(f"{path / ENGINE_FILE}: is damaged ({error}); build again with {afresh}") from error
         now = stage_identity(described, stage, built.wanted)
         if built != now:
             raise EngineError(

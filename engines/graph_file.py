@@ -19,12 +19,17 @@ def load_graph(path: Path) -> ir.Model:
     try:
         model = ir.load(path)
     except Exception as error:  # protobuf's and onnx_ir's own
-        raise CompileError(f"{path}: cannot be read as ONNX ({error})") from error
+        raise CompileError(f"{path}: cannot be read as ONNX ({_first(error)})") from error
     for graph in model.graphs():
         for value in graph.initializers.values():
             if isinstance(value.const_value, ir.ExternalTensor):
                 value.const_value = _beside(path, value.const_value)
     return model
+
+
+def _first(error: BaseException) -> BaseException:
+    """Of errors that were raised from one another, the one that says what is wrong."""
+    return error if error.__cause__ is None else _first(error.__cause__)
 
 
 def _beside(graph: Path, tensor: ir.ExternalTensor) -> ir.ExternalTensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import re
 import shlex
 from collections.abc import Sequence
 from functools import cache
@@ -97,10 +98,11 @@ def compile_command(source: Path, target: str, identity: Identity | None = None,
     """
     command = f"intaglio compile {shlex.quote(str(source))} --target {target}"
     for each in shapes:
-        command += f' --shapes "{each}"'
+        # Names of dims that others wrote may be anything.
+        command += f' --shapes "{each}"' if re.fullmatch(r"[\w.,:= -]*", each) else f" --shapes {shlex.quote(each)}"
     for name, value in identity.options.items() if identity is not None else ():
         # Of a switch, the name is all.
-        command += f" --{name.replace('_', '-')}" + ("" if value == "yes" else f" {value}")
+        command += f" --{name.replace('_', '-')}" + ("" if value == "yes" else f" {shlex.quote(value)}")
     if identity is not None and identity.accuracy != "exact":
         command += f" --accuracy {identity.accuracy}"
     return command

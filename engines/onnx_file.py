@@ -134,6 +134,8 @@ def parse_onnx(path: Path) -> onnx.ModelProto:
         raise CompileError(f"{path}: cannot be read ({error.strerror}); expected an ONNX file") from error
     except DecodeError as error:
         raise CompileError(f"{path}: is no ONNX file, or is damaged or cut short ({error})") from error
+    if not size:
+        raise CompileError(f"{path}: is empty; expected an ONNX file")
     garbled = next(_garbled(model), None)
     if garbled is not None:
         raise CompileError(

@@ -87,7 +87,7 @@ def build_model(
     progress: ProgressCallback | None = None,
 ) -> StageReport:
     """Likewise, of an ONNX file that others wrote."""
-    return build_engine(graph, artifact, described.inputs, identity, progress)
+    return build_engine(graph, artifact, described.inputs, identity, progress, is_foreign=True)
 
 
 def check_runs(*, memory_budget: int | None = None) -> None:

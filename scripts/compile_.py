@@ -48,10 +48,11 @@ def compile_(
         typer.Option(help="coreml: how ternary weights are stored: lut (the default), lut-compact, lut-fp16 or int4."),
     ] = None,
     sm: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="SM,…",
-            help="tensorrt-rtx: compute capabilities, as 86,89,120. Default: a portable engine, Ampere and on.",
+            help="tensorrt-rtx: compute capabilities, as 86,89,120. Repeatable. Default: a portable engine, Ampere "
+            "and on.",
         ),
     ] = None,
     provider: Annotated[
@@ -78,7 +79,7 @@ def compile_(
             dtype=dtype,
             deployment_target=deployment_target,
             weights=weights,
-            sm=sm,
+            sm=None if sm is None else ",".join(sm),
             provider=provider,
             refit=refit,
             progress=progress,

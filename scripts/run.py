@@ -146,8 +146,9 @@ def run(
     }
     files = {"output": output, "memory_budget": memory_budget, "preview": preview, "as_json": as_json or None}
     paints = read_bundle(bundle).kind == "text-to-image"
-    target_module(target).check_runs(**session_options(target, threads=threads, compute_units=compute_units))
+    module = target_module(target)
     adapters = _adapters(lora or (), target)
+    module.check_runs(**session_options(target, threads=threads, compute_units=compute_units))
     how = {"target": target, "threads": threads, "compute_units": compute_units, "lora": adapters}
     if paints:
         _refuse(text_options, "paints pictures", "text")

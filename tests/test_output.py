@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from intaglio.errors import CancelledError, OutputError
-from intaglio.output import replaced_file
+from intaglio.output import replaced_file, replaced_folder
 from intaglio.progress import Progress
 
 
@@ -39,6 +39,14 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
         file.write(b"new")
     assert link.is_symlink()
     assert (tmp_path / "there" / "file").read_bytes() == b"new"
+
+
+def test_a_file_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("mine")
+    with pytest.raises(OutputError, match="there: is a file; expected a folder"), replaced_folder(tmp_path / "there"):
+        pass
+    assert (tmp_path / "there").read_text() == "mine"
+    assert list(tmp_path.iterdir()) == [tmp_path / "there"]
 
 
 def test_permissions_are_those_of_any_new_file(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import onnx_ir as ir
 from onnx_ir import convenience
 
-from intaglio.engines.lowering.fuse_nodes import is_standard
+from intaglio.engines.lowering.fuse_nodes import called, is_standard
 from intaglio.engines.lowering.graph_builder import GraphBuilder
 from intaglio.engines.lowering.packed_blocks import SMALLEST_BLOCK, PackedBlocks
 from intaglio.errors import CompileError
@@ -67,7 +67,7 @@ class BlockDequantizePass(ir.passes.InPlacePass):
             value.const_value for value in values if value.const_value is not None and not value.is_graph_input()
         ]
         if len(tensors) != _PARTS:
-            raise CompileError(f"{node.name}: {node.op_type} of a weight that is computed; expected a constant one")
+            raise CompileError(f"{called(node)}: {node.op_type} of a weight that is computed; expected a constant one")
         codes = values[0]
         if codes not in self._blocks:
             stated = {name: node.attributes[name].as_int() for name in ("bits", "group_size", "zero_point")}
@@ -116,7 +116,8 @@ class BlockDequantizePass(ir.passes.InPlacePass):
 
     def _product(self, graph: ir.Graph, node: ir.Node) -> None:
         x, output = node.inputs[0], node.outputs[0]
-        assert x is not None and x.dtype is not None, f"{node.name}: an activation has a dtype"
+        if x is None or x.dtype is None:
+            raise CompileError(f"{called(node)}: {node.op_type} of an input whose dtype is not known")
         packed, build = self._packed(node), GraphBuilder(graph, str(output.name))
         dtype = x.dtype
         is_dense = self._is_dense(packed, dtype)
@@ -129,7 +130,8 @@ class BlockDequantizePass(ir.passes.InPlacePass):
 
     def _gather(self, graph: ir.Graph, node: ir.Node) -> None:
         indices, output = node.inputs[0], node.outputs[0]
-        assert indices is not None and indices.shape is not None, f"{node.name}: indices have a rank"
+        if indices is None or indices.shape is None:
+            raise CompileError(f"{called(node)}: {node.op_type} of indices whose rank is not known")
         packed, build = self._packed(node), GraphBuilder(graph, str(output.name))
         dtype, replaced = _dtype_of_rows(node)
         is_dense = self._is_dense(packed, dtype)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import onnx_ir as ir
 
-from intaglio.engines.lowering.fuse_nodes import attribute
+from intaglio.engines.lowering.fuse_nodes import attribute, called
 from intaglio.engines.lowering.graph_builder import GraphBuilder
 from intaglio.errors import CompileError
 
@@ -70,14 +70,14 @@ def heads_of(node: ir.Node) -> Heads:
     else:
         counts, sizes = (query[1], key[1]), [d if isinstance(d, int) else None for d in (query[3], value[3])]
     if not all(isinstance(count, int) and count for count in counts):
-        raise CompileError(f"{node.name}: Attention whose numbers of heads are not known ({counts[0]}, {counts[1]})")
+        raise CompileError(f"{called(node)}: Attention whose numbers of heads are not known ({counts[0]}, {counts[1]})")
     return Heads(int(counts[0]), int(counts[1]), *sizes)
 
 
 def _shape(node: ir.Node, index: int) -> ir.Shape:
     value = node.inputs[index]
     if value is None or value.shape is None or value.shape.rank() not in (3, 4):
-        raise CompileError(f"{node.name}: Attention whose input {index} is not known to have 3 or 4 axes")
+        raise CompileError(f"{called(node)}: Attention whose input {index} is not known to have 3 or 4 axes")
     return value.shape
 
 
@@ -86,7 +86,7 @@ def _decompose(graph: ir.Graph, node: ir.Node) -> None:
     assert query is not None and key is not None and value is not None
     used = [output for output in node.outputs[1:] if output.uses() or output.is_graph_output()]
     if used or past_key is not None or past_value is not None or lengths is not None:
-        raise CompileError(f"{node.name}: Attention with a cache or an output of scores has no form of products")
+        raise CompileError(f"{called(node)}: Attention with a cache or an output of scores has no form of products")
     build, heads, dtype = GraphBuilder(graph, str(node.outputs[0].name)), heads_of(node), query.dtype
     is_flat = query.shape is not None and query.shape.rank() == 3
     if is_flat:
@@ -96,7 +96,7 @@ def _decompose(graph: ir.Graph, node: ir.Node) -> None:
         )
     scale = attribute(node, "scale", 0.0) or (None if heads.size is None else heads.size**-0.5)
     if scale is None:
-        raise CompileError(f"{node.name}: Attention without a scale whose head size is not known")
+        raise CompileError(f"{called(node)}: Attention without a scale whose head size is not known")
     # Half of it on either side, as ONNX defines the operator: their product may not fit a half.
     root = build.scalar(math.sqrt(scale), dtype or _WIDE)
     query, key = (build("Mul", [each, root], dtype) for each in (query, key))

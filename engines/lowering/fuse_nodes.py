@@ -71,6 +71,11 @@ def constant_of(value: ir.Value | None) -> np.ndarray | None:
     return None if tensor is None else tensor.numpy()
 
 
+def called(node: ir.Node) -> str:
+    """A node's name, which many files leave out, or else that of what it makes."""
+    return node.name or str(node.outputs[0].name)
+
+
 def attribute(node: ir.Node, name: str, missing: Any) -> Any:
     """The value of an attribute, or ``missing``."""
     return node.attributes[name].value if name in node.attributes else missing

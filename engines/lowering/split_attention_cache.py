@@ -11,7 +11,7 @@ from typing import Any
 import onnx_ir as ir
 
 from intaglio.engines.lowering.decompose_attention import causal_mask, heads_of, size_of, split_heads
-from intaglio.engines.lowering.fuse_nodes import attribute
+from intaglio.engines.lowering.fuse_nodes import attribute, called
 from intaglio.engines.lowering.graph_builder import GraphBuilder
 from intaglio.errors import CompileError
 
@@ -41,7 +41,7 @@ def _is_used(value: ir.Value) -> bool:
 
 def _has_cache(node: ir.Node) -> bool:
     if any(_is_used(output) for output in node.outputs[3:]):
-        raise CompileError(f"{node.name}: Attention that gives its scores, which no kernel of the target does")
+        raise CompileError(f"{called(node)}: Attention that gives its scores, which no kernel of the target does")
     return any(value is not None for value in node.inputs[4:6]) or any(map(_is_used, node.outputs[1:3]))
 
 
@@ -49,7 +49,7 @@ def _split(graph: ir.Graph, node: ir.Node) -> None:
     query, key, value, mask, past_key, past_value, lengths = (*node.inputs, *[None] * 4)[:7]
     if lengths is not None:
         raise CompileError(
-            f"{node.name}: Attention with a cache and with lengths of what is not padding; ONNX has either"
+            f"{called(node)}: Attention with a cache and with lengths of what is not padding; ONNX has either"
         )
     assert query is not None and key is not None and value is not None and query.shape is not None
     build, heads, dtype = GraphBuilder(graph, str(node.outputs[0].name)), heads_of(node), query.dtype

@@ -24,6 +24,14 @@ _MOST_NODES, _MOST_BYTES = 64, 256 << 20
 _FLOAT, _BFLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.BFLOAT16
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
+# What these give is not computed: a minus infinity comes of a constant, or of a node before.
+_CHOOSING = frozenset(
+    {
+        *("Where", "Cast", "Concat", "Expand", "Gather", "Identity"),
+        *("Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"),
+    }
+)
+
 
 @dataclass(frozen=True)
 class LargeActivation:
@@ -69,7 +77,8 @@ def large_activations(
         for name, value in _run_in_pieces(proto, kinds, dict(feeds), seen, path.parent, most_bytes):
             node, op_type, narrow = seen[name]
             maximum = float(ml_dtypes.finfo(narrow).max)
-            largest = _magnitude(value)
+            # Of a mask, that of hidden scores is chosen; one that is computed is named at the node that does.
+            largest = _magnitude(value[value != -np.inf] if op_type in _CHOOSING else value)
             if largest > maximum / 2:
                 found.append(LargeActivation(name, node, op_type, narrow, largest, maximum))
     return found

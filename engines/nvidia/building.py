@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from intaglio.engines.graph_stats import activation_dtype, count_nodes
 from intaglio.engines.lowering.external_weights import write_graph
 from intaglio.engines.lowering.narrow_dtype import NarrowDtypePass, broken_constants
 from intaglio.engines.memory import peak_rss_bytes
+from intaglio.engines.model_build import check_model
 from intaglio.engines.model_engine import ModelTensor
 from intaglio.engines.nvidia.bindings import import_tensorrt, import_tensorrt_rtx
 from intaglio.engines.nvidia.full import has_few_rows, mark_refittable, refittable
@@ -37,7 +39,13 @@ from intaglio.kernels.grouped_quant import DOMAIN
 
 # The last that TensorRT said, for the error.
 _MOST_SAID = 3
-
+# What it says besides where there is no driver, which a build does not need.
+_NO_DRIVER = re.compile(
+    r"\s*(IBuilder::\w+: |ITensor::\w+: )?\[checkMacros\.cpp::catchCudaError::\d+\] Error Code 1: Cuda Runtime "
+    r"\(In catchCudaError at \S+ \(cudaError (?:35|100): [^()]*\)\)"
+)
+# Of the name of a tensor, in bytes.
+_LONGEST_NAME = 4095
 
 Options = RtxOptions | FullOptions
 
@@ -65,6 +73,7 @@ def build(
     attentions, weights = count_nodes(portable, "Attention"), set(portable.graph.initializers)
     del portable
     model, notes = lowered_model(graph, options, context, [largest_sizes(each) for each in variants])
+    _check_names(name, model)
     taken = lowered_inputs(model, inputs)
     for value, tensor in zip(model.graph.inputs, taken, strict=True):
         # TensorRT takes dims of one name for equal, and some files call all that they do not know "?".
@@ -136,6 +145,23 @@ def lowered_inputs(model: ir.Model, declared: Sequence[Tensor]) -> list[TensorIn
         dims = tuple(dim if isinstance(dim, int) and dim >= 0 else name for dim, name in zip(shape, known, strict=True))
         result.append(TensorInfo(name=value.name, dtype=value.dtype.numpy().name, shape=dims))
     return result
+
+
+def _check_names(name: str, model: ir.Model) -> None:
+    """Raises CompileError for names of inputs and outputs that TensorRT's engines cannot have."""
+    taken = {value.name for value in model.graph.inputs}
+    for value in [*model.graph.inputs, *model.graph.outputs]:
+        named = str(value.name)
+        if "\0" in named or len(named.encode()) > _LONGEST_NAME:
+            raise CompileError(
+                f"{name}: the name {named[:40]!r} of an input or output has {len(named.encode())} bytes, expected at "
+                f"most {_LONGEST_NAME}, none of them 0; rename it in the model"
+            )
+        if value in model.graph.outputs and named in taken:
+            raise CompileError(
+                f"{name}: the output {named!r} is an input, and an engine's have names of their own; put an Identity "
+                "before it in the model, or take it from what is fed"
+            )
 
 
 def _build_plan(
@@ -211,7 +237,9 @@ def _logger(trt: Any, said: list[str]) -> Any:
 
         def log(self, severity: Any, message: str) -> None:
             if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR):
-                said.append(" ".join(message.split()))
+                if not (text := _NO_DRIVER.sub("", " ".join(message.split()))):
+                    return
+                said.append(text)
                 # Of a crash, what stderr ends with is all that is left.
                 sys.stderr.write(said[-1] + "\n")
                 sys.stderr.flush()
@@ -230,10 +258,13 @@ def _parser_errors(parser: Any, lowered: Path) -> str:
         listed = "; ".join(f"{op} (node {_listed(names)})" for op, names in missing.items())
         return f"it has no operator {listed}. Compile for another target, such as cpu"
     errors = [parser.get_error(i) for i in range(parser.num_errors)]
-    return "; ".join(
-        f"{error.desc()} (node {error.node_name() or error.node()}, {error.node_operator() or 'no op'})"
-        for error in errors[:_MOST_SAID]
-    )
+    told = "; ".join(_NO_DRIVER.sub("", error.desc()) + _at(error) for error in errors[:_MOST_SAID])
+    return f"{told}. Export it otherwise, or compile for another target, such as cpu"
+
+
+def _at(error: Any) -> str:
+    known = error.node() >= 0 or error.node_name()
+    return f" (node {error.node_name() or error.node()}, {error.node_operator() or 'no op'})" if known else ""
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -251,6 +282,8 @@ def main() -> int:
     kind = FullOptions if request["flavour"] == "tensorrt" else RtxOptions
     options = kind.model_validate(request["options"])
     try:
+        if request["is_foreign"]:
+            check_model(graph)
         result = build(graph, artifact, inputs, dims, options, request["context"], request["measured"])
     except (IntaglioError, OSError) as error:
         return refuse(error, graph.name)

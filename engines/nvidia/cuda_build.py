@@ -15,20 +15,24 @@ from onnx_ir.passes.common import InlinePass, RemoveUnusedFunctionsPass, RemoveU
 from intaglio.engines.child import end_with_parent, fail, refuse
 from intaglio.engines.graph_file import load_graph
 from intaglio.engines.graph_stats import activation_dtype, count_nodes
+from intaglio.engines.lowering.check_packed import check_packed
 from intaglio.engines.lowering.decompose_attention import DecomposeAttentionPass
 from intaglio.engines.lowering.external_weights import write_graph
 from intaglio.engines.lowering.fuse_gather import FuseGatherPass
+from intaglio.engines.lowering.fuse_nodes import attribute
+from intaglio.engines.lowering.infer_shapes import infer_shapes
 from intaglio.engines.lowering.matmul_n_bits import MatMulNBitsPass
 from intaglio.engines.lowering.narrow_dtype import NarrowDtypePass
 from intaglio.engines.lowering.widen_dtype import WidenDtypePass
 from intaglio.engines.memory import peak_rss_bytes
+from intaglio.engines.model_build import check_model
 from intaglio.engines.nvidia.cuda_ops import runs_on_cpu
 from intaglio.engines.nvidia.cuda_options import CudaOptions
 from intaglio.engines.nvidia.cuda_session import CudaSession
 from intaglio.engines.nvidia.lower import lower as lower_for_tensorrt
 from intaglio.engines.nvidia.lower import why_not_fused
 from intaglio.engines.shapes import smallest_feeds
-from intaglio.errors import EngineError, IntaglioError
+from intaglio.errors import CompileError, EngineError, IntaglioError
 from intaglio.exporters.bundle import Dim, StageInfo
 from intaglio.kernels.grouped_quant import DOMAIN
 
@@ -43,6 +47,7 @@ def lower(model: ir.Model, options: CudaOptions) -> list[str]:
     Raises CompileError.
     """
     notes = []
+    check_packed(model)
     if activation_dtype(model) == "bfloat16":
         notes.append(f"bfloat16 is computed in {options.dtype or 'float32'}, as some operators have no kernel for it")
     WidenDtypePass(_BF16, [DOMAIN])(model)
@@ -54,12 +59,16 @@ def lower(model: ir.Model, options: CudaOptions) -> list[str]:
         # Without plugins, which onnxruntime has no names for: what its provider leaves, the others must run.
         notes += lower_for_tensorrt(model, "tensorrt-rtx")
     else:
+        if any(value.shape is None for node in model.graph.all_nodes() for value in node.outputs):
+            infer_shapes(model)
         gathers, weights, attention = FuseGatherPass(), MatMulNBitsPass(), DecomposeAttentionPass(why_not_fused)
         for each in (gathers, weights, attention):
             each(model)
         for common in (InlinePass(), RemoveUnusedFunctionsPass(), RemoveUnusedOpsetsPass()):
             common(model)
         notes += [*weights.notes, *attention.notes]
+    if ours := sorted({node.op_type for node in model.graph.all_nodes() if node.domain == DOMAIN}):
+        raise CompileError(f"onnxruntime has no operator {', '.join(ours)} of the domain {DOMAIN}")
     notes += [f"{count} of {name} run on the CPU: CUDA has no kernel" for name, count in runs_on_cpu(model).items()]
     return notes
 
@@ -67,6 +76,8 @@ def lower(model: ir.Model, options: CudaOptions) -> list[str]:
 def build(request: dict[str, Any]) -> dict[str, Any]:
     """Lowers and writes the graph, and runs it once on the CPU where its stage is known. Raises IntaglioError."""
     graph, folder = Path(request["graph"]), Path(request["artifact"])
+    if request["stage"] is None:
+        check_model(graph)
     model = load_graph(graph)
     total = count_nodes(model, "Attention")
     notes = lower(model, CudaOptions.model_validate(request["options"]))
@@ -110,7 +121,8 @@ def _weight_size(model: ir.Model) -> tuple[int, int]:
     for node in graph.all_nodes():
         if node.op_type in ("MatMulNBits", "GatherBlockQuantized"):
             codes = node.inputs[1 if node.op_type == "MatMulNBits" else 0]
-            bits[str(codes.name if codes is not None else "")] = node.attributes["bits"].as_int()
+            # 4 is the operator's default; onnxruntime says of others, at the load, that it has none.
+            bits[str(codes.name if codes is not None else "")] = attribute(node, "bits", 4) or 4
         if node.op_type in ("MatMulNBits", "GatherBlockQuantized", "DequantizeLinear"):
             scale = node.inputs[1 if node.op_type == "DequantizeLinear" else 2]
             scales.add(str(scale.name if scale is not None else ""))

@@ -42,9 +42,12 @@ def build_engine(
     identity: Identity,
     progress: ProgressCallback | None,
     context: int = 0,
+    *,
+    is_foreign: bool = False,
 ) -> StageReport:
     """Builds for either flavour of TensorRT, as the identity says; a cache becomes buffers of ``context`` tokens.
 
+    A graph that ``is_foreign``, written by others, is checked first.
     Raises CompileError, CancelledError.
     """
     variants = identity.variants or (identity.shapes,)
@@ -56,6 +59,7 @@ def build_engine(
         "variants": [{name: dim.model_dump() for name, dim in dims.items()} for dims in variants],
         "options": identity.options,
         "context": context,
+        "is_foreign": is_foreign,
         "measured": [identity.compiler, identity.device],
     }
     return build_in_child("nvidia.building", request, identity, name=graph.stem, compiler="TensorRT", progress=progress)

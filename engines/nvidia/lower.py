@@ -12,13 +12,15 @@ from onnx_ir.passes.common import (
 
 from intaglio.engines.lowering.attention_plugin import AttentionPluginPass
 from intaglio.engines.lowering.block_dequantize import BlockDequantizePass
+from intaglio.engines.lowering.check_packed import check_packed
 from intaglio.engines.lowering.decompose_attention import DecomposeAttentionPass, heads_of
 from intaglio.engines.lowering.dequantize_casts import DequantizeCastsPass
 from intaglio.engines.lowering.float_integers import FloatIntegersPass
 from intaglio.engines.lowering.fuse_gather import FuseGatherPass
-from intaglio.engines.lowering.fuse_nodes import attribute, is_standard
+from intaglio.engines.lowering.fuse_nodes import attribute
 from intaglio.engines.lowering.infer_shapes import infer_shapes
 from intaglio.engines.lowering.plain_attention import PlainAttentionPass
+from intaglio.engines.lowering.same_value import same_value
 from intaglio.engines.lowering.scatter_cache import ScatterCachePass
 from intaglio.engines.lowering.split_attention_cache import SplitAttentionCachePass
 from intaglio.engines.lowering.symmetric_dequantize import SymmetricDequantizePass
@@ -48,6 +50,7 @@ def lower(model: ir.Model, flavour: str = "tensorrt-rtx", *, context: int = 0, f
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     if any(value.dtype is None or value.shape is None for node in model.graph.all_nodes() for value in node.outputs):
         infer_shapes(model)
+    check_packed(model)
     FloatIntegersPass()(model)
     DequantizeCastsPass()(model)
     symmetric = SymmetricDequantizePass()
@@ -85,12 +88,7 @@ def why_not_fused(node: ir.Node) -> str | None:
         return "heads of keys and values differ in size"
     if not _SMALLEST_HEAD <= size <= _LARGEST_HEAD or size % 4:
         return f"heads of {size} have no fused kernel"
-    if _source(query) is _source(key):
+    # TensorRT joins equal nodes, and crashes where that makes them one.
+    if same_value(query, key):
         return "queries and keys are one tensor"
     return None
-
-
-def _source(value: ir.Value | None) -> ir.Value | None:
-    """What a value is another name of."""
-    node = value.producer() if value is not None else None
-    return _source(node.inputs[0]) if is_standard(node, "Identity") else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Literal
 
@@ -29,7 +30,11 @@ class RtxOptions(BaseModel):
     def _split(cls, value: object) -> object:
         if not isinstance(value, str):
             return value
-        return sorted({int(part) for part in value.split(",")})
+        parts = [part.strip() for part in value.split(",")]
+        # int() takes more than these: underscores, signs, digits of other scripts.
+        if not all(re.fullmatch("[0-9]{1,4}", part) for part in parts):
+            raise ValueError("expected numbers")
+        return sorted({int(part) for part in parts})
 
     @field_validator("sm")
     @classmethod

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from intaglio.engines.model_engine import NO_MAXIMUM
 from intaglio.engines.shapes import Tensor, best_sizes, largest_sizes, smallest_sizes
 from intaglio.errors import CompileError
 from intaglio.exporters.bundle import Dim
@@ -46,10 +48,15 @@ def profile(inputs: Sequence[Tensor], dims: Mapping[str, Dim]) -> dict[str, Rang
 def _size(tensor: Tensor, dim: int | str, sizes: Mapping[str, int]) -> int:
     if isinstance(dim, int):
         return dim
+    if dim in sizes and _LARGEST < sizes[dim] < NO_MAXIMUM:
+        raise CompileError(
+            f"the dim {dim!r} of the input {tensor.name!r} is {sizes[dim]} at the most, and TensorRT counts to "
+            f"{_LARGEST}; give it less"
+        )
     if dim not in sizes or sizes[dim] > _LARGEST:
         raise CompileError(
             f"the dim {dim!r} of the input {tensor.name!r} has no greatest size, and TensorRT must know one; give its "
-            f"bounds: --shapes {dim}=MIN:OPT:MAX, or one size: --shapes {dim}=N"
+            f"bounds: --shapes {shlex.quote(f'{dim}=MIN:OPT:MAX')}, or one size: --shapes {shlex.quote(f'{dim}=N')}"
         )
     return sizes[dim]
 

@@ -27,6 +27,8 @@ def replaced_folder(target: Path) -> Iterator[Path]:
     finish stays. A link is followed. Raises OutputError for whatever the operating system refuses in the block.
     """
     target = target.resolve()
+    if target.exists() and not target.is_dir():
+        raise OutputError(f"{target}: is a file; expected a folder or nothing there")
     partial = None
     try:
         try:

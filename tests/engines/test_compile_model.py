@@ -258,9 +258,9 @@ def _of_type(dtype: ir.DataType) -> Callable[[onnx.ModelProto], None]:
         (_untyped, "the input 'x' is a untyped value; only tensors"),
         (_data_type, "'w' has the data type 77, which is unknown"),
         (_negative, r"the tensor 'w' has the shape \[-4, 3\]"),
-        (_of_type(ir.DataType.STRING), "the input 'x' is string, which cannot be fed"),
-        (_of_type(ir.DataType.BFLOAT16), "the input 'x' is bfloat16, which cannot be fed"),
-        (_of_type(ir.DataType.INT4), "the input 'x' is int4, which cannot be fed"),
+        (_of_type(ir.DataType.STRING), "the input 'x' is string, which an engine for cpu does not take"),
+        (_of_type(ir.DataType.BFLOAT16), "the input 'x' is bfloat16, which an engine for cpu does not take"),
+        (_of_type(ir.DataType.INT4), "the input 'x' is int4, which an engine for cpu does not take"),
         (_of_type(ir.DataType.INT64), "^net.onnx: onnxruntime cannot load it: .*tensor.int64. and tensor.float"),
     ],
 )
@@ -279,7 +279,7 @@ def test_models_that_are_refused(edit: Any, message: str, tmp_path: Path) -> Non
     [
         (b"\xff\xff no protobuf", "is no ONNX file, or is damaged or cut short"),
         (b"GGUF\3\0\0\0", "is no ONNX file, or is damaged or cut short"),
-        (b"", "fails onnx.checker"),
+        (b"", "is empty; expected an ONNX file"),
         (None, "cannot be read .No such file or directory.; expected an ONNX file"),
     ],
 )

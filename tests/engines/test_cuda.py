@@ -6,6 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import coreml_models
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -17,7 +18,7 @@ from intaglio.engines.engine import open_engine
 from intaglio.engines.nvidia import cuda_session
 from intaglio.engines.nvidia.cuda_ops import runs_on_cpu
 from intaglio.engines.nvidia.cuda_session import CUDA, TENSORRT, gpu_providers
-from intaglio.errors import EngineError, InputError, RuntimeMissingError
+from intaglio.errors import CompileError, EngineError, InputError, RuntimeMissingError
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,6 +86,8 @@ def test_options_and_providers(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--sm: is no option of the target cuda"):
         check({"sm": "86"})
     assert check({}) == {"provider": "cuda"}
+    with pytest.raises(InputError, match="--shapes: the target cuda takes every size in a range; give it once"):
+        check({}, 2)
     ((name, options),) = gpu_providers("cuda", tmp_path, 5 << 30)
     assert (name, options["gpu_mem_limit"]) == (CUDA, 5 << 30)
     assert [each for each, _ in gpu_providers("tensorrt", tmp_path, None)] == [TENSORRT, CUDA]
@@ -92,10 +95,10 @@ def test_options_and_providers(tmp_path: Path) -> None:
     assert options["trt_max_workspace_size"] == 5 << 30
 
 
-def check(options: dict[str, str]) -> dict[str, str]:
+def check(options: dict[str, str], sets_of_sizes: int = 0) -> dict[str, str]:
     from intaglio.engines import cuda
 
-    return cuda.check_options(options, 0)
+    return cuda.check_options(options, sets_of_sizes)
 
 
 def test_operators_without_a_kernel_are_counted() -> None:
@@ -103,3 +106,28 @@ def test_operators_without_a_kernel_are_counted() -> None:
     { a = BitwiseAnd(x, x) b = BitwiseAnd(a, x) y = Add(b, x) }"""
     model = ir.serde.deserialize_model(onnx.parser.parse_model(text))
     assert runs_on_cpu(model) == {"BitwiseAnd": 2}
+
+
+def test_foreign_files_are_checked(tmp_path: Path) -> None:
+    cycle = "g (float[4] x) => (float[4] y) { a = Add(x, y) y = Relu(a) }"
+    onnx.save(coreml_models.model(cycle), tmp_path / "net.onnx")
+    with pytest.raises(CompileError, match=r"fails onnx.checker: .*topologically sorted"):
+        intaglio.compile(tmp_path / "net.onnx", "cuda")
+
+
+def test_attention_of_a_foreign_file_that_says_no_shapes(tmp_path: Path) -> None:
+    text = """g (float16[1,8,4,64] x) => (float16[1,4,8,64] y) {
+        q = Transpose<perm=[0, 2, 1, 3]>(x) t = Tanh(q) y = Attention(q, t, t)
+    }"""
+    onnx.save(coreml_models.model(text, opset=23), tmp_path / "net.onnx")
+    stage = intaglio.compile(tmp_path / "net.onnx", "cuda").stages["net"]
+    assert (stage.attention_fused, stage.attention_total) == (1, 1)
+
+
+def test_our_operators_that_are_left(tmp_path: Path) -> None:
+    proto = coreml_models.model("g (float[4] x) => (float[4] y) { y = Relu(x) }")
+    proto.graph.node[0].domain, proto.graph.node[0].op_type = "intaglio", "Odd"
+    proto.opset_import.add(domain="intaglio", version=1)
+    onnx.save(proto, tmp_path / "net.onnx")
+    with pytest.raises(CompileError, match="onnxruntime has no operator Odd of the domain intaglio"):
+        intaglio.compile(tmp_path / "net.onnx", "cuda")

@@ -16,6 +16,7 @@ from run_graph import run_onnxruntime
 from tensorrt_rtx_builds import build_for_gpu, require_tensorrt_rtx
 
 from intaglio.engines.lowering.float_integers import FloatIntegersPass
+from intaglio.engines.lowering.narrow_dtype import NarrowDtypePass
 from intaglio.engines.lowering.symmetric_dequantize import SymmetricDequantizePass
 from intaglio.engines.nvidia.lower import lower
 
@@ -117,6 +118,29 @@ def test_activations_become_floats(dtype: Any, zero: int, tmp_path: Path) -> Non
     assert SymmetricDequantizePass()(model).modified
     assert {node.op_type for node in model.graph} == {"Div", "Round", "Clip", "Mul"}
     check(model, feeds, expected, tmp_path, builds=dtype == np.uint8)
+
+
+@pytest.mark.parametrize("narrow", [ir.DataType.FLOAT16, ir.DataType.BFLOAT16])
+def test_activations_of_a_narrowed_graph_become_floats(narrow: ir.DataType) -> None:
+    """Of a pair only the second scale is narrowed, and a pair they stay."""
+    graph, op = graph_of({"x": ["rows", ROWS]})
+    parts = [constant(graph, "s", np.float32(0.013)), constant(graph, "z", np.array(7, np.uint8))]
+    y = op.Relu(op.DequantizeLinear(op.QuantizeLinear(graph.inputs[0], *parts), *parts))
+    next(node for node in graph).outputs[0].dtype = ir.DataType.UINT8
+    model = model_of(graph, y)
+    NarrowDtypePass(narrow)(model)
+    assert {value.dtype for node in model.graph for value in node.outputs} >= {narrow}
+    assert SymmetricDequantizePass()(model).modified
+    assert not {"QuantizeLinear", "DequantizeLinear"} & {node.op_type for node in model.graph}
+
+
+def test_pairs_of_two_scales_stay() -> None:
+    graph, op = graph_of({"x": ["rows", ROWS]})
+    scales = [constant(graph, f"s{i}", np.float32(0.013 + i)) for i in range(2)]
+    zero = constant(graph, "z", np.array(7, np.uint8))
+    y = op.DequantizeLinear(op.QuantizeLinear(graph.inputs[0], scales[0], zero), scales[1], zero)
+    next(node for node in graph).outputs[0].dtype = ir.DataType.UINT8
+    assert not SymmetricDequantizePass()(model_of(graph, y)).modified
 
 
 def test_activations_about_zero_stay() -> None:

@@ -178,6 +178,7 @@ def test_the_command_line(
         (["--lora", "none.safetensors"], "--lora none.safetensors: there is no such file"),
         (["--lora", str(file), "--lora", f"{file}:2"], "is given twice"),
         (["--lora", str(file), "--target", "cpu"], "--lora is for the target tensorrt, and this one is cpu"),
+        (["--lora", str(file), "--target", "cuda"], "--lora is for the target tensorrt, and this one is cuda"),
     ):
         done = CliRunner().invoke(app, [*arguments, *given])
         assert isinstance(done.exception, InputError) and message in str(done.exception)

@@ -53,6 +53,18 @@ def test_what_comes_near_the_end_is_named() -> None:
             assert each.op_type == ("Neg" if each.name == "d" else "Mul")
 
 
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
+def test_hidden_scores_are_no_overflow(dtype: ir.DataType) -> None:
+    text = """g (float[b,8] x, bool[b,8] m) => (float[b,8] y) <float e = {-inf}, float k = {1e30}> {
+        a = Where(m, x, e) c = Transpose<perm=[0, 1]>(a) s = Softmax(c) p = Mul(x, k) q = Mul(p, k) y = Add(s, q)
+    }"""
+    feeds = {"x": np.full((2, 8), 0.01, np.float32), "m": np.arange(16).reshape(2, 8) % 3 > 0}
+    named = [each.name for each in large_activations(narrowed(text, dtype), feeds)]
+    assert not {"a", "c", "s"} & set(named)
+    feeds["x"] = np.full((2, 8), 6e4 if dtype == HALF else 3e38, np.float32)
+    assert "a" in [each.name for each in large_activations(narrowed(text, dtype), feeds)]
+
+
 def test_bfloat16_has_other_ends() -> None:
     x = np.full((2, 8), 170, np.float32)
     assert large_activations(narrowed(CHAIN, BFLOAT), {"x": x}) == []

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,8 @@ def test_a_cache_is_as_long_as_its_tokens_come_to(bundle: Path) -> None:
     [
         ({"sm": "90"}, "--sm is '90', expected numbers among 75, 80, 86, 89, 120, 121.*take the target tensorrt"),
         ({"sm": "8.6"}, "--sm is '8.6', expected numbers among"),
+        ({"sm": "8_6"}, "--sm is '8_6', expected numbers among"),
+        ({"sm": "86,,89"}, "--sm is '86,,89', expected numbers among"),
         ({"dtype": "float8"}, "--dtype is 'float8', expected float16"),
         ({"weights": "lut"}, "--weights: is no option of the target tensorrt-rtx"),
         ({"accuracy": "fast"}, "tensorrt-rtx has exact"),
@@ -283,7 +286,10 @@ def test_a_build_can_be_cancelled(bundle: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("progress", [None, lambda event: True])
-@pytest.mark.parametrize(("number", "said"), [(11, "one; two; three"), (9, "one; two; three. Systems end in this way")])
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(11, "one; two; three. That is a mistake of the compiler's own"), (9, "one; two; three. Systems end in this way")],
+)
 def test_a_compiler_that_crashes_is_an_error(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, said: str, progress: Any
 ) -> None:
@@ -342,9 +348,65 @@ def test_an_onnx_file_of_others(tmp_path: Path) -> None:
         CompileError, match=r"'batch' of the input 'x' has no greatest size.*--shapes batch=MIN:OPT:MAX"
     ):
         intaglio.compile(tmp_path / "net.onnx", "tensorrt-rtx")
+    with pytest.raises(CompileError, match=r"'batch' of the input 'x' is 3000000000.*counts to 2147483647"):
+        intaglio.compile(tmp_path / "net.onnx", "tensorrt-rtx", shapes="batch=1:2:3000000000")
     stage = intaglio.compile(tmp_path / "net.onnx", "tensorrt-rtx", shapes="batch=1:2:4").stages["net"]
     assert stage.operators == {"Tanh": 1}
     assert stage.package_bytes > 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "q = Transpose<perm=[0, 2, 1, 3]>(x) k = Transpose<perm=[0, 2, 1, 3]>(x) y = Attention(q, k, q)",
+        "q = Relu(x) k = Relu(x) y = Attention(q, k, x)",
+        "k = Mul(x, one) v = Tanh(x) y = Attention(x, k, v)",
+        "c = Cast<to=1>(x) k = Cast<to=10>(c) v = Tanh(x) y = Attention(x, k, v)",
+    ],
+)
+def test_attention_of_what_becomes_one_tensor(tmp_path: Path, body: str) -> None:
+    """The fused op of queries and keys that are one tensor crashes the builder."""
+    text = f"g (float16[1,16,16,64] x) => (float16[1,16,16,64] y) <float16 one = {{1}}> {{ {body} }}"
+    onnx.save(model(text, opset=23), tmp_path / "net.onnx")
+    stage = intaglio.compile(tmp_path / "net.onnx", "tensorrt-rtx").stages["net"]
+    assert (stage.attention_fused, stage.attention_total) == (0, 1)
+    assert stage.package_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("g (float[4] x) => (float[4] y) { a = Add(x, y) y = Relu(a) }", "fails onnx.checker: .*topologically sorted"),
+        ("g (float[4] x) => (float[4] y) { y = Relu(x) y = Tanh(x) }", "fails onnx.checker: .*'y' has been used"),
+        ("g (float[4] x) => (float[4] x) { z = Relu(x) }", "the output 'x' is an input.*put an Identity before it"),
+        ("g (float[4] x) => () { z = Relu(x) }", "has no outputs"),
+        ("g (double[4] x) => (double[4] y) { y = Relu(x) }", "'x' is float64, which an engine for tensorrt-rtx does"),
+    ],
+)
+def test_foreign_files_that_are_no_models(tmp_path: Path, text: str, message: str) -> None:
+    onnx.save(model(text), tmp_path / "net.onnx")
+    with pytest.raises(CompileError, match=message):
+        intaglio.compile(tmp_path / "net.onnx", "tensorrt-rtx")
+
+
+@pytest.mark.parametrize("name", ["a\0b", "n" * 5000])
+def test_names_that_an_engine_cannot_have(tmp_path: Path, name: str) -> None:
+    proto = model("g (float[4] x) => (float[4] y) { y = Relu(x) }")
+    proto.graph.input[0].name = proto.graph.node[0].input[0] = name
+    onnx.save(proto, tmp_path / "net.onnx")
+    with pytest.raises(CompileError, match=r"^net: the name .* has (3|5000) bytes.*rename it in the model"):
+        intaglio.compile(tmp_path / "net.onnx", "tensorrt-rtx")
+
+
+def test_what_the_parser_says_is_not_of_the_driver(tmp_path: Path) -> None:
+    """A build needs none, but TensorRT names one that is too old with every error of its own."""
+    text = """g (float16[1,4,8,64] q, float16[1,4,8,64] k, bool[3,5] m) => (float16[1,4,8,64] y) {
+        y = Attention(q, k, k, m)
+    }"""
+    onnx.save(model(text, opset=23), tmp_path / "net.onnx")
+    with pytest.raises(CompileError, match=r"mask must be broadcastable.*or compile for another target") as caught:
+        intaglio.compile(tmp_path / "net.onnx", "tensorrt-rtx")
+    assert "Cuda" not in str(caught.value)
 
 
 def test_without_tensorrt_the_extra_is_named(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,6 +439,54 @@ def test_the_command_that_builds_again_builds_the_same(bundle: Path) -> None:
     info.write_text(info.read_text().replace("TensorRT for RTX 1.", "TensorRT for RTX 0.", 1))
     with pytest.raises(EngineError, match=r"\(compiler: TensorRT for RTX 0.*, now TensorRT for RTX 1.*\); build again"):
         open_engine(bundle, "tensorrt-rtx")
+
+
+@pytest.mark.parametrize("options", [{"sm": "90"}, {"dtype": "float8"}, {"$(id)": "1"}])
+def test_options_that_no_build_had(bundle: Path, options: dict[str, str]) -> None:
+    intaglio.compile(bundle, "tensorrt-rtx")
+    info = bundle / "engines/tensorrt-rtx/engine.json"
+    content = json.loads(info.read_text())
+    for identity in content["identities"].values():
+        identity["options"] = options
+    info.write_text(json.dumps(content))
+    with pytest.raises(EngineError, match=r"engine.json: is damaged .*; build again with `intaglio compile") as caught:
+        intaglio.parity(bundle, "tensorrt-rtx")
+    assert "--" not in str(caught.value).split("build again")[1].replace("--target tensorrt-rtx", "")
+
+
+def test_a_child_whose_parent_has_ended_builds_nothing(bundle: Path) -> None:
+    """It may end before the child has imported what tells it so."""
+    command = [sys.executable, "-P", "-m", "intaglio.engines.nvidia.building", str(os.getppid())]
+    done = subprocess.run(command, input="", capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+
+
+def test_files_that_may_not_grow(bundle: Path) -> None:
+    program = "from intaglio.scripts.entry import main; main()"
+    limited = f"ulimit -f 8; exec {shlex.quote(sys.executable)} -c {shlex.quote(program)} compile {bundle}"
+    done = subprocess.run(
+        ["bash", "-c", f"{limited} --target tensorrt-rtx"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    said = "error: File too large, while generate.onnx was built; the system or a limit (ulimit -f) allows no files"
+    assert said in done.stderr
+    assert not any((bundle / "engines").iterdir())
+
+
+def test_repeated_capabilities_are_all_taken(tmp_path: Path) -> None:
+    onnx.save(model("g (float[3] x) => (float[3] y) { y = Tanh(x) }"), tmp_path / "net.onnx")
+    done = command_line("compile", str(tmp_path / "net.onnx"), "--target=tensorrt-rtx", "--sm=89", "--sm=86,120", "-q")
+    assert done.returncode == 0, done.stderr
+    info = json.loads((tmp_path / "net.engines/tensorrt-rtx/engine.json").read_text())
+    assert info["identity"]["options"] == {"sm": "86,89,120"}
+
+
+def test_commands_run_nothing_that_a_dim_is_called() -> None:
+    command = compile_command(Path("net.onnx"), "tensorrt-rtx", shapes=["$(id)=1", "n=1:2:3"])
+    assert shlex.split(command)[-4:] == ["--shapes", "$(id)=1", "--shapes", "n=1:2:3"]
+    assert "'$(id)=1'" in command
+    with pytest.raises(CompileError, match=r"--shapes '\$\(id\)=N'"):
+        profile([TensorInfo(name="x", dtype="float32", shape=("$(id)",))], {})
 
 
 def test_switches_have_no_value_in_a_command() -> None:
