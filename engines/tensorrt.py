@@ -8,9 +8,8 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from intaglio.engines.nvidia.cache_buffers import context_of
 from intaglio.engines.nvidia.engine_build import (
     ACCURACIES,
     DOMAINS,
@@ -18,9 +17,10 @@ from intaglio.engines.nvidia.engine_build import (
     KEEPS_MODEL,
     NOTES,
     SUFFIX,
-    build_engine,
+    build,
+    build_model,
     fit_dims,
-    load_lowered,
+    load_for_parity,
 )
 from intaglio.engines.nvidia.gpu import find_gpu
 from intaglio.engines.nvidia.options import read_full_options
@@ -29,13 +29,12 @@ from intaglio.errors import RuntimeMissingError
 if TYPE_CHECKING:
     from intaglio.engines.identity import Identity
     from intaglio.engines.nvidia.session import GpuSession
-    from intaglio.engines.onnx_file import OnnxFile
-    from intaglio.engines.report import StageReport
     from intaglio.engines.shapes import Interface
-    from intaglio.exporters.bundle import StageInfo
-    from intaglio.progress import ProgressCallback
 
-__all__ = ["ACCURACIES", "DOMAINS", "INPUT_DTYPES", "KEEPS_MODEL", "NOTES", "SUFFIX", "fit_dims"]
+__all__ = [
+    "ACCURACIES", "DOMAINS", "INPUT_DTYPES", "KEEPS_MODEL", "NOTES", "SUFFIX", "build", "build_model", "fit_dims",
+    "load_for_parity",
+]  # fmt: skip
 
 # Kernels are part of an engine, and lie in another room.
 SOURCES = ("tensorrt.py", "nvidia/*.py", "nvidia/plugins/*.py", "../kernels/cuda/*.py")
@@ -72,32 +71,6 @@ def check_options(options: Mapping[str, str], sets_of_sizes: int) -> dict[str, s
     return {name: value for name, value in checked.items() if value}
 
 
-def build(
-    graph: Path,
-    artifact: Path,
-    stage: StageInfo,
-    identity: Identity,
-    progress: ProgressCallback | None = None,
-) -> StageReport:
-    """Lowers the portable ``graph`` and builds the engine ``artifact``, in a child process: the compiler can crash.
-
-    Raises CompileError with the child's own message, CancelledError.
-    """
-    return build_engine(graph, artifact, stage.inputs, identity, progress, context_of(stage.inputs, identity.shapes))
-
-
-def build_model(
-    graph: Path,
-    artifact: Path,
-    described: OnnxFile,
-    identity: Identity,
-    given: frozenset[str],
-    progress: ProgressCallback | None = None,
-) -> StageReport:
-    """Likewise, of an ONNX file that others wrote."""
-    return build_engine(graph, artifact, described.inputs, identity, progress, is_foreign=True)
-
-
 def check_runs(*, memory_budget: int | None = None) -> None:
     """Raises EngineError where there is no NVIDIA GPU, which says what was looked for."""
     from intaglio.engines.nvidia.device import open_device
@@ -127,8 +100,3 @@ def load(
     trt = import_tensorrt()
     check_built_here(identity, device(), trt.__version__, rebuild_command(weights, identity))
     return open_session(trt, opened, name, artifact, weights, stage, identity, budget=memory_budget)
-
-
-def load_for_parity(name: str, artifact: Path, weights: Path, stage: Interface, identity: Identity) -> Any:
-    """The graph that TensorRT was given, run by onnxruntime, which is told what plugins compute. Raises EngineError."""
-    return load_lowered(name, weights, stage, identity)

@@ -8,9 +8,8 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from intaglio.engines.nvidia.cache_buffers import context_of
 from intaglio.engines.nvidia.engine_build import (
     ACCURACIES,
     DOMAINS,
@@ -18,9 +17,10 @@ from intaglio.engines.nvidia.engine_build import (
     KEEPS_MODEL,
     NOTES,
     SUFFIX,
-    build_engine,
+    build,
+    build_model,
     fit_dims,
-    load_lowered,
+    load_for_parity,
 )
 from intaglio.engines.nvidia.options import read_rtx_options
 from intaglio.errors import RuntimeMissingError
@@ -28,13 +28,12 @@ from intaglio.errors import RuntimeMissingError
 if TYPE_CHECKING:
     from intaglio.engines.identity import Identity
     from intaglio.engines.nvidia.session import GpuSession
-    from intaglio.engines.onnx_file import OnnxFile
-    from intaglio.engines.report import StageReport
     from intaglio.engines.shapes import Interface
-    from intaglio.exporters.bundle import StageInfo
-    from intaglio.progress import ProgressCallback
 
-__all__ = ["ACCURACIES", "DOMAINS", "INPUT_DTYPES", "KEEPS_MODEL", "NOTES", "SUFFIX", "fit_dims"]
+__all__ = [
+    "ACCURACIES", "DOMAINS", "INPUT_DTYPES", "KEEPS_MODEL", "NOTES", "SUFFIX", "build", "build_model", "fit_dims",
+    "load_for_parity",
+]  # fmt: skip
 
 SOURCES = ("tensorrt_rtx.py", "nvidia/*.py")
 BUILD_TOOLS: tuple[str, ...] = ()
@@ -62,32 +61,6 @@ def check_options(options: Mapping[str, str], sets_of_sizes: int) -> dict[str, s
     read = read_rtx_options(options)
     checked = {"sm": ",".join(map(str, read.sm)), "dtype": read.dtype or ""}
     return {name: value for name, value in checked.items() if value}
-
-
-def build(
-    graph: Path,
-    artifact: Path,
-    stage: StageInfo,
-    identity: Identity,
-    progress: ProgressCallback | None = None,
-) -> StageReport:
-    """Lowers the portable ``graph`` and builds the engine ``artifact``, in a child process: the compiler can crash.
-
-    Raises CompileError with the child's own message, CancelledError.
-    """
-    return build_engine(graph, artifact, stage.inputs, identity, progress, context_of(stage.inputs, identity.shapes))
-
-
-def build_model(
-    graph: Path,
-    artifact: Path,
-    described: OnnxFile,
-    identity: Identity,
-    given: frozenset[str],
-    progress: ProgressCallback | None = None,
-) -> StageReport:
-    """Likewise, of an ONNX file that others wrote."""
-    return build_engine(graph, artifact, described.inputs, identity, progress, is_foreign=True)
 
 
 def check_runs(*, memory_budget: int | None = None) -> None:
@@ -118,8 +91,3 @@ def load(
     check_rtx_capability(device, read_rtx_options(identity.options).sm, rebuild_command(weights, identity))
     trt = import_tensorrt_rtx()
     return open_session(trt, device, name, artifact, weights, stage, identity, budget=memory_budget)
-
-
-def load_for_parity(name: str, artifact: Path, weights: Path, stage: Interface, identity: Identity) -> Any:
-    """The graph that TensorRT was given, run by onnxruntime: an engine runs on a GPU only. Raises EngineError."""
-    return load_lowered(name, weights, stage, identity)

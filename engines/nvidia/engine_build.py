@@ -13,9 +13,10 @@ from intaglio.kernels.grouped_quant import DOMAIN
 
 if TYPE_CHECKING:
     from intaglio.engines.identity import Identity
+    from intaglio.engines.onnx_file import OnnxFile
     from intaglio.engines.report import StageReport
     from intaglio.engines.shapes import Interface, Tensor
-    from intaglio.exporters.bundle import Dim
+    from intaglio.exporters.bundle import Dim, StageInfo
     from intaglio.progress import ProgressCallback
 
 ACCURACIES = ("exact",)
@@ -35,21 +36,44 @@ def fit_dims(dims: Mapping[str, Dim], declared: Mapping[str, Dim]) -> dict[str, 
     return fit_context(dims, declared)
 
 
-def build_engine(
+def build(
+    graph: Path,
+    artifact: Path,
+    stage: StageInfo,
+    identity: Identity,
+    progress: ProgressCallback | None = None,
+) -> StageReport:
+    """Lowers the portable ``graph`` and builds the engine ``artifact``, in a child process: the compiler can crash.
+
+    A key-value cache becomes buffers of as many tokens as the identity's dims allow.
+
+    Raises CompileError with the child's own message, CancelledError.
+    """
+    return _build(graph, artifact, stage.inputs, identity, progress, context=context_of(stage.inputs, identity.shapes))
+
+
+def build_model(
+    graph: Path,
+    artifact: Path,
+    described: OnnxFile,
+    identity: Identity,
+    given: frozenset[str],
+    progress: ProgressCallback | None = None,
+) -> StageReport:
+    """Likewise, of an ONNX file that others wrote, which is checked first."""
+    return _build(graph, artifact, described.inputs, identity, progress, is_foreign=True)
+
+
+def _build(
     graph: Path,
     artifact: Path,
     inputs: tuple[Tensor, ...],
     identity: Identity,
     progress: ProgressCallback | None,
-    context: int = 0,
     *,
+    context: int = 0,
     is_foreign: bool = False,
 ) -> StageReport:
-    """Builds for either flavour of TensorRT, as the identity says; a cache becomes buffers of ``context`` tokens.
-
-    A graph that ``is_foreign``, written by others, is checked first.
-    Raises CompileError, CancelledError.
-    """
     variants = identity.variants or (identity.shapes,)
     request = {
         "flavour": identity.target,
@@ -65,8 +89,11 @@ def build_engine(
     return build_in_child("nvidia.building", request, identity, name=graph.stem, compiler="TensorRT", progress=progress)
 
 
-def load_lowered(name: str, weights: Path, stage: Interface, identity: Identity) -> Any:
-    """The graph that TensorRT was given, run by onnxruntime: an engine runs on a GPU only. Raises EngineError."""
+def load_for_parity(name: str, artifact: Path, weights: Path, stage: Interface, identity: Identity) -> Any:
+    """The graph that TensorRT was given, run by onnxruntime: an engine runs on a GPU only.
+
+    What plugins compute it is told. Raises EngineError.
+    """
     from intaglio.engines.nvidia.evaluation import LoweredGraph
     from intaglio.engines.stage_interface import runs_as
     from intaglio.exporters.bundle import StageInfo
