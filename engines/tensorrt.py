@@ -53,8 +53,8 @@ def compiler() -> str:
     # Without a GPU, gigabytes of TensorRT would be of no use.
     find_gpu()
     raise RuntimeMissingError(
-        f"TensorRT is not installed: there is none of {', '.join(_WHEELS)}. Install it from NVIDIA's index: pip "
-        "install --extra-index-url https://pypi.nvidia.com tensorrt-cu13, or compile for the target tensorrt-rtx"
+        f"TensorRT is not installed: there is none of {', '.join(_WHEELS)}. Install the first from "
+        "NVIDIA's own index, as TensorRT's installation guide says, or compile for the target tensorrt-rtx"
     )
 
 

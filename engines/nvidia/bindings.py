@@ -32,8 +32,8 @@ def import_tensorrt() -> Any:
         importlib.import_module("tensorrt.plugin")
     except (ImportError, OSError) as error:
         raise RuntimeMissingError(
-            f"TensorRT cannot be imported ({error}). Install it from NVIDIA's index: pip install --extra-index-url "
-            "https://pypi.nvidia.com tensorrt-cu13, or compile for the target tensorrt-rtx"
+            f"TensorRT cannot be imported ({error}). Install the package tensorrt-cu13 from "
+            "NVIDIA's own index, as TensorRT's installation guide says, or compile for the target tensorrt-rtx"
         ) from error
     version = tuple(int(part) for part in trt.__version__.split(".")[:2])
     if version < _SINCE:
