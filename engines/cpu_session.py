@@ -16,7 +16,7 @@ from intaglio.engines.cpu_cache import CACHE_IN_PLACE, KeyValueCache
 from intaglio.engines.interruptible import call_interruptibly
 from intaglio.engines.kv_cache import PAST, PRESENT, FilledPast
 from intaglio.engines.onnxruntime_ import import_onnxruntime
-from intaglio.engines.shapes import Interface, check_feeds, check_outputs, smallest_feeds
+from intaglio.engines.shapes import Interface, check_feeds, check_finite, check_outputs, smallest_feeds
 from intaglio.errors import EngineError, InputError
 from intaglio.exporters.bundle import Dim, StageInfo
 from intaglio.kernels.cpu.library import library_path
@@ -176,9 +176,7 @@ def run_once(graph: Path, weights_folder: Path, stage: StageInfo, dims: Mapping[
         session = CpuSession(graph.stem, graph, weights_folder, stage, dims, profile=Path(folder) / "profile")
         outputs = session.run(smallest_feeds(stage, dims))
         events = json.loads(session.end_profiling().read_text("utf-8"))
-    bad = [name for name, value in outputs.items() if value.dtype.kind == "f" and not np.isfinite(value).all()]
-    if bad:
-        raise EngineError(f"{graph.stem}: the outputs {', '.join(bad)} are not finite at the smallest shapes")
+    check_finite(graph.stem, outputs)
     return dict(
         Counter(e["args"]["op_name"] for e in events if e.get("cat") == "Node" and "op_name" in e.get("args", {}))
     )

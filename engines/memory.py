@@ -33,17 +33,17 @@ _GROUPS = {
 
 def rss_bytes() -> int:
     """The resident set of this process, in bytes; 0 where the system does not say. Linux only."""
-    try:
-        match = re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text("utf-8"))
-    except OSError:
-        return 0
-    return int(match[1]) * 1024 if match else 0
+    return _status_bytes("VmRSS")
 
 
 def own_bytes() -> int:
     """What of the resident set is no page of a file, in bytes; 0 where the system does not say. Linux only."""
+    return _status_bytes("RssAnon")
+
+
+def _status_bytes(name: str) -> int:
     try:
-        match = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text("utf-8"))
+        match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text("utf-8"))
     except OSError:
         return 0
     return int(match[1]) * 1024 if match else 0
@@ -62,13 +62,9 @@ def used_bytes(target: str) -> int:
 
 def peak_rss_bytes() -> int:
     """The largest resident set of this process so far, in bytes; 0 where the system does not say."""
-    try:
-        # Not getrusage: on Linux its figure also covers the process that this one was forked from.
-        match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text("utf-8"))
-        if match:
-            return int(match[1]) * 1024
-    except OSError:
-        pass
+    # Not getrusage: on Linux its figure also covers the process that this one was forked from.
+    if told := _status_bytes("VmHWM"):
+        return told
     if sys.platform == "win32":
         return 0
     import resource

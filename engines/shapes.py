@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from intaglio.errors import InputError
+from intaglio.errors import EngineError, InputError
 from intaglio.exporters.bundle import Dim, StageInfo, evaluate_dim, expression_names
 
 # Tokens that a key-value cache has room for unless somebody asks for another number: its buffers are held whole.
@@ -105,6 +105,13 @@ def smallest_feeds(stage: StageInfo, dims: Mapping[str, Dim]) -> dict[str, np.nd
         fill = 1 if tensor.name == "attention_mask" else 0
         feeds[tensor.name] = np.full(shape, fill, np.dtype(tensor.dtype))
     return feeds
+
+
+def check_finite(name: str, outputs: Mapping[str, np.ndarray]) -> None:
+    """Raises EngineError naming those outputs of a run on :func:`smallest_feeds` that are not finite."""
+    bad = [each for each, value in outputs.items() if value.dtype.kind == "f" and not np.isfinite(value).all()]
+    if bad:
+        raise EngineError(f"{name}: the outputs {', '.join(bad)} are not finite at the smallest shapes")
 
 
 def largest_sizes(dims: Mapping[str, Dim]) -> dict[str, int]:

@@ -24,6 +24,7 @@ from intaglio.engines.model_engine import ModelTensor
 from intaglio.engines.nvidia.bindings import import_tensorrt, import_tensorrt_rtx
 from intaglio.engines.nvidia.full import has_few_rows, mark_refittable, refittable
 from intaglio.engines.nvidia.limits import BuildSize, check_capabilities, check_memory
+from intaglio.engines.nvidia.logger import make_logger
 from intaglio.engines.nvidia.lower import lower
 from intaglio.engines.nvidia.mapped_pages import release_pages
 from intaglio.engines.nvidia.monitor import can_watch_memory, memory_watched, progress_monitor
@@ -68,11 +69,10 @@ def build(
     name, is_rtx = graph.stem, isinstance(options, RtxOptions)
     # First, since what is missing is then known before any work is done.
     trt = import_tensorrt_rtx() if is_rtx else import_tensorrt()
-    portable = load_graph(graph)
+    model = load_graph(graph)
     # Before lowering, which takes apart those that have no kernel.
-    attentions, weights = count_nodes(portable, "Attention"), set(portable.graph.initializers)
-    del portable
-    model, notes = lowered_model(graph, options, context, [largest_sizes(each) for each in variants])
+    attentions, weights = count_nodes(model, "Attention"), set(model.graph.initializers)
+    notes = _lower(model, options, context, [largest_sizes(each) for each in variants])
     _check_names(name, model)
     taken = lowered_inputs(model, inputs)
     for value, tensor in zip(model.graph.inputs, taken, strict=True):
@@ -116,6 +116,10 @@ def lowered_model(
     greatest sizes of each profile, which full TensorRT's plugins are chosen by.
     """
     model = load_graph(graph)
+    return model, _lower(model, options, context, largest)
+
+
+def _lower(model: ir.Model, options: Options, context: int, largest: Sequence[Mapping[str, int]]) -> list[str]:
     notes = [f"{name}: {reason}" for name, reason in broken_constants(model.graph).items()]
     computes_in = activation_dtype(model)
     if options.dtype is not None and computes_in == "float32":
@@ -128,7 +132,7 @@ def lowered_model(
         notes += lower(model, "tensorrt-rtx", context=context)
     else:
         notes += lower(model, "tensorrt", context=context, few_rows=has_few_rows(model, largest))
-    return model, notes
+    return notes
 
 
 def lowered_inputs(model: ir.Model, declared: Sequence[Tensor]) -> list[TensorInfo]:
@@ -179,7 +183,7 @@ def _build_plan(
 
         register_plugins(trt)
     said: list[str] = []
-    builder = trt.Builder(_logger(trt, said))
+    builder = trt.Builder(make_logger(trt, lambda text: _told(said, text)))
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, builder.logger)
     if not parser.parse_from_file(str(lowered)):
@@ -228,23 +232,13 @@ def _profile(builder: Any, network: Any, ranges: Mapping[str, Range], name: str)
     return made
 
 
-def _logger(trt: Any, said: list[str]) -> Any:
-    class Logger(trt.ILogger):
-        """Keeps what went wrong."""
-
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR):
-                if not (text := _NO_DRIVER.sub("", " ".join(message.split()))):
-                    return
-                said.append(text)
-                # Of a crash, what stderr ends with is all that is left.
-                sys.stderr.write(said[-1] + "\n")
-                sys.stderr.flush()
-
-    return Logger()
+def _told(said: list[str], text: str) -> None:
+    """Keeps an error, without what is said for want of a driver."""
+    if text := _NO_DRIVER.sub("", text):
+        said.append(text)
+        # Of a crash, what stderr ends with is all that is left.
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
 
 
 def _parser_errors(parser: Any, lowered: Path) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from intaglio.errors import EngineError, RuntimeMissingError
 
-_LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 _DEVICES = Path("/dev")
 _WHAT_WOULD_DO = (
     "Install NVIDIA's driver, give a container its GPUs (docker run --gpus all), or look whether CUDA_VISIBLE_DEVICES "
@@ -41,11 +41,10 @@ def check_gpu() -> None:
     """Raises EngineError where there is no GPU that CUDA shows, which says what was looked for. Needs no bindings."""
     none = "there is no NVIDIA GPU to run on"
     try:
-        library = ctypes.CDLL(_LIBRARY)
+        library = ctypes.CDLL(LIBRARY)
     except OSError as error:
         raise EngineError(
-            f"{none}: the driver's library {_LIBRARY} cannot be loaded ({error}), and {device_files()}. "
-            f"{_WHAT_WOULD_DO}"
+            f"{none}: the driver's library {LIBRARY} cannot be loaded ({error}), and {device_files()}. {_WHAT_WOULD_DO}"
         ) from error
     code = library.cuInit(0)
     if code != 0:
@@ -53,7 +52,7 @@ def check_gpu() -> None:
         known = library.cuGetErrorName(code, ctypes.byref(name)) == 0 and name.value is not None
         said = name.value.decode() if known and name.value else "unknown"
         raise EngineError(
-            f"{none}: {_LIBRARY} is there, but its cuInit gives {code} ({said}), and {device_files()}. {_WHAT_WOULD_DO}"
+            f"{none}: {LIBRARY} is there, but its cuInit gives {code} ({said}), and {device_files()}. {_WHAT_WOULD_DO}"
         )
     count = ctypes.c_int()
     code = library.cuDeviceGetCount(ctypes.byref(count))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 from dataclasses import dataclass
 from typing import Any
 
+from intaglio.engines.nvidia.driver import LIBRARY as _DRIVER
 from intaglio.errors import EngineError
 
-_DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 # Of CUdevice_attribute.
 _MAJOR, _MINOR = 75, 76
 _NAME_BYTES = 256

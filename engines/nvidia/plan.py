@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from intaglio.engines.nvidia.device import Device, Memory, mib
+from intaglio.engines.nvidia.logger import make_logger
 from intaglio.engines.nvidia.refit import EngineWeights
 from intaglio.errors import EngineError, OutputError
 from intaglio.output import replaced_file
@@ -81,7 +82,7 @@ class Plan:
     ) -> None:
         self._trt, self.device, self.name, self._budget = trt, device, artifact.stem, budget
         self._said: list[str] = []
-        self._runtime = trt.Runtime(_logger(trt, self._said))
+        self._runtime = trt.Runtime(make_logger(trt, self._said.append, lambda message: _log.debug("%s", message)))
         size = artifact.stat().st_size
         # What an engine takes on the GPU is its weights, which are all but all of the file.
         device.make_current()
@@ -265,18 +266,3 @@ class Context:
     def _check(self, succeeded: bool, what: str) -> None:
         if not succeeded:
             raise EngineError(f"{self._plan.name}: TensorRT refuses {what}: {self._plan.last_said()}")
-
-
-def _logger(trt: Any, said: list[str]) -> Any:
-    class Logger(trt.ILogger):
-        """Keeps what went wrong."""
-
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR):
-                said.append(" ".join(message.split()))
-            _log.debug("%s", message)
-
-    return Logger()

@@ -37,6 +37,7 @@ RECEIVERS = {
         "engine": "ICudaEngine", "self._context": "IExecutionContext", "config": "IRuntimeConfig",
         "self._config": "IRuntimeConfig", "cache": "IRuntimeCache", "self._config.get_runtime_cache()": "IRuntimeCache",
     },
+    "logger.py": {"trt": MODULE},
     "refit.py": {"trt": MODULE, "self._trt": MODULE, "self._refitter": "Refitter", "prototype": "Weights"},
 }  # fmt: skip
 # Behind a look whether they are there.
