@@ -7,8 +7,10 @@
 namespace intaglio {
 namespace {
 
-// Columns of y come in multiples of this, which the kernels take at once.
-constexpr std::size_t kColumns = 4;
+// Columns of y whose rows of the weight are read side by side. They lie a quarter of the weight apart, in pages of their
+// own: processors look ahead in several pages at once, but in none past its end, so that memory is read faster by a
+// quarter than when the rows follow each other.
+constexpr std::size_t kStreams = 4;
 
 // A product is cut into about this many parts, so that the threads end together, but a part reads at least
 // kMinPartBytes of the weight, which pays for handing it over.
@@ -17,6 +19,9 @@ constexpr std::size_t kParts = 64, kMinPartBytes = std::size_t{1} << 15;
 constexpr std::size_t kSmallBytes = std::size_t{1} << 16;
 
 FastRowsKernel kernel_of(InstructionSet set) {
+#if INTAGLIO_HAS_amx
+    if (set == InstructionSet::kAmx) return fast_rows_amx();  // with GFNI
+#endif
 #if INTAGLIO_HAS_avx512_vnni
     if (set >= InstructionSet::kAvx512Vnni) return fast_rows_avx512_vnni();
 #endif
@@ -41,8 +46,9 @@ class FastRows final : public ParallelWork {
         const std::size_t row_bytes = std::max<std::size_t>(product.K * static_cast<std::size_t>(product.bits) / 8, 1);
         const std::size_t wanted =
             std::max(ceil_div(product.N, kParts), kMinPartBytes / (row_bytes * std::max<std::size_t>(product.M, 1)));
-        columns_ = ceil_div(wanted, kColumns) * kColumns;
-        parts_ = ceil_div(product.N, columns_);
+        apart_ = product.N / kStreams;
+        columns_ = ceil_div(wanted, kStreams);
+        parts_ = std::max<std::size_t>(ceil_div(apart_, columns_), product.N > 0);
         is_small_ = row_bytes * product.N * product.M < kSmallBytes;
     }
 
@@ -53,14 +59,16 @@ class FastRows final : public ParallelWork {
 
     void compute(std::size_t phase, std::size_t part, std::byte* scratch) const noexcept override {
         if (phase == 0) return kernel_.quantize(product_, scratch);
-        const std::size_t column = part * columns_;
-        kernel_.multiply(product_, scratch, column, std::min(column + columns_, product_.N));
+        const std::size_t column = std::min(part * columns_, apart_);
+        const std::size_t count = std::min(columns_, apart_ - column), streamed = kStreams * apart_;
+        kernel_.multiply(product_, scratch, {column, count, kStreams, apart_});
+        if (part + 1 == parts_) kernel_.multiply(product_, scratch, {streamed, 1, product_.N - streamed, 1});
     }
 
    private:
     const GroupedQuantMatMul& product_;
     FastRowsKernel kernel_;
-    std::size_t columns_, parts_;
+    std::size_t apart_, columns_, parts_;
     bool is_small_;
 };
 

@@ -12,8 +12,8 @@
 namespace intaglio {
 namespace {
 
-// Packed bytes ahead of the load: what the memory delivers while the loads under way are waited for.
-constexpr std::size_t kAhead = 6144;
+// Packed bytes ahead of the load in each stream: what the memory delivers while the loads under way are waited for.
+constexpr std::size_t kAhead = 2048;
 
 // How a row of the weight is cut, and where its activations lie.
 struct Layout {
@@ -149,7 +149,7 @@ struct Tile {
     std::size_t row_stride;        // of the activations
     const std::uint8_t* codes;     // of the unit in the first column
     std::size_t column_stride;     // of the codes
-    const std::uint8_t *codes_end, *ahead;
+    const std::uint8_t* codes_end;
 };
 
 // Adds a chunk of codes, or its first `count` bytes, to the sums of a unit.
@@ -160,7 +160,7 @@ INTAGLIO_INLINE void add_chunk(Tile& tile, std::size_t count, Ints (&sums)[Colum
         const std::uint8_t* from = tile.codes + c * tile.column_stride;
         Bytes planes[kPlanes<Bits>];
         unpack<Bits>(IsWhole ? load_bytes(from) : load_some_bytes(from, count, tile.codes_end), planes);
-        prefetch(tile.ahead + c * kBytes);
+        prefetch(from + kAhead);
         INTAGLIO_UNROLL
         for (std::size_t r = 0; r < Rows; ++r) {
             const auto activations = at<std::int8_t>(tile.activations + r * tile.row_stride, 0);
@@ -169,7 +169,6 @@ INTAGLIO_INLINE void add_chunk(Tile& tile, std::size_t count, Ints (&sums)[Colum
         }
     }
     tile.codes += IsWhole ? kBytes : count;
-    tile.ahead += Columns * kBytes;
     tile.activations += kPlanes<Bits> * kBytes;
 }
 
@@ -200,14 +199,14 @@ INTAGLIO_INLINE void add_unit(Tile& tile, const Layout& layout, const std::byte*
     }
 }
 
+// Columns of y that are `apart` from each other.
 template <int Bits, std::size_t Rows, std::size_t Columns, bool IsPacked>
 INTAGLIO_INLINE void multiply_tile(const GroupedQuantMatMul& p, const Layout& layout, const std::byte* activations,
-                                   std::size_t row, std::size_t column) {
-    const std::uint8_t* const codes = p.codes + column * layout.row_bytes;
-    Tile tile{activations,      layout.bytes,     codes, layout.row_bytes, p.codes + p.N * layout.row_bytes,
-              codes + kAhead};
+                                   std::size_t row, std::size_t column, std::size_t apart) {
+    Tile tile{activations, layout.bytes, p.codes + column * layout.row_bytes, apart * layout.row_bytes,
+              p.codes + p.N * layout.row_bytes};
     const Scales scales(p, layout, p.scales), offsets(p, layout, p.offsets);
-    const std::size_t rows_ahead = Columns + kAhead / layout.row_bytes;
+    const std::size_t rows_ahead = 1 + kAhead / layout.row_bytes;
     const Pattern first = load_pattern(layout.pattern), step = moves(layout.unit_groups);
     const std::byte* corrections = activations + layout.corrections;
     Floats total[Columns][Rows];
@@ -222,15 +221,15 @@ INTAGLIO_INLINE void multiply_tile(const GroupedQuantMatMul& p, const Layout& la
         Floats product[Columns][Rows];
         INTAGLIO_UNROLL
         for (std::size_t c = 0; c < Columns; ++c) {
-            const Floats scale = scales.load(column + c, group, groups);
-            prefetch(scales.from + (column + c + rows_ahead) * scales.row_stride + group * scales.stride);
+            const Floats scale = scales.load(column + c * apart, group, groups);
+            prefetch(scales.from + (column + c * apart + rows_ahead) * scales.row_stride + group * scales.stride);
             INTAGLIO_UNROLL
             for (std::size_t r = 0; r < Rows; ++r)
                 product[c][r] =
                     multiply(scale, load_floats(at<float>(activations + r * layout.bytes, layout.scales) + group));
             if (!p.offset_per_group) continue;
-            const Floats offset = offsets.load(column + c, group, groups);
-            prefetch(offsets.from + (column + c + rows_ahead) * offsets.row_stride + group * offsets.stride);
+            const Floats offset = offsets.load(column + c * apart, group, groups);
+            prefetch(offsets.from + (column + c * apart + rows_ahead) * offsets.row_stride + group * offsets.stride);
             INTAGLIO_UNROLL
             for (std::size_t r = 0; r < Rows; ++r)
                 total[c][r] = multiply_add(
@@ -254,64 +253,60 @@ INTAGLIO_INLINE void multiply_tile(const GroupedQuantMatMul& p, const Layout& la
     INTAGLIO_UNROLL
     for (std::size_t c = 0; c < Columns; ++c) {
         INTAGLIO_UNROLL
-        for (std::size_t r = 0; r < Rows; ++r) p.y[(row + r) * p.N + column + c] = sum_of(total[c][r]);
+        for (std::size_t r = 0; r < Rows; ++r) p.y[(row + r) * p.N + column + c * apart] = sum_of(total[c][r]);
     }
 }
 
+// The streams of one column, Columns at a time.
 template <int Bits, std::size_t Rows, std::size_t Columns, bool IsPacked>
-void multiply_columns(const GroupedQuantMatMul& p, const Layout& layout, const std::byte* activations,
-                      std::size_t row, std::size_t column, std::size_t column_end) {
+void multiply_streams(const GroupedQuantMatMul& p, const Layout& layout, const std::byte* activations,
+                      std::size_t row, std::size_t column, const FastRowsColumns& columns) {
     activations += row * layout.bytes;
-    for (; column + Columns <= column_end; column += Columns)
-        multiply_tile<Bits, Rows, Columns, IsPacked>(p, layout, activations, row, column);
+    const std::size_t apart = columns.apart;
+    std::size_t stream = 0;
+    for (; stream + Columns <= columns.streams; stream += Columns)
+        multiply_tile<Bits, Rows, Columns, IsPacked>(p, layout, activations, row, column + stream * apart, apart);
     if constexpr (Columns > 1)
-        for (; column < column_end; ++column)
-            multiply_tile<Bits, Rows, 1, IsPacked>(p, layout, activations, row, column);
+        for (; stream < columns.streams; ++stream)
+            multiply_tile<Bits, Rows, 1, IsPacked>(p, layout, activations, row, column + stream * apart, apart);
 }
-
-// Rows of the weight that stay in the first-level cache while up to four rows of x at a time meet each.
-[[maybe_unused]] constexpr std::size_t kColumns = 4;
 
 template <int Bits, bool IsPacked>
-void multiply_rows(const GroupedQuantMatMul& p, const Layout& layout, const std::byte* activations,
-                   std::size_t column, std::size_t column_end) {
-#if defined(INTAGLIO_NO_VECTORS)
-    // Without vector registers a tile saves nothing, and takes the compiler a minute.
-    for (std::size_t row = 0; row < p.M; ++row)
-        multiply_columns<Bits, 1, 1, IsPacked>(p, layout, activations, row, column, column_end);
-#else
-    if (p.M == 1) return multiply_columns<Bits, 1, 4, IsPacked>(p, layout, activations, 0, column, column_end);
-    for (; column < column_end; column += kColumns) {
-        const std::size_t end = smaller(column + kColumns, column_end);
+void multiply_columns(const GroupedQuantMatMul& p, const Layout& layout, const std::byte* activations,
+                      const FastRowsColumns& columns) {
+    for (std::size_t column = columns.first; column < columns.first + columns.count; ++column) {
         std::size_t row = 0;
+#if defined(INTAGLIO_NO_VECTORS)
+        // Without vector registers a tile saves nothing, and takes the compiler a minute.
+        for (; row < p.M; ++row) multiply_streams<Bits, 1, 1, IsPacked>(p, layout, activations, row, column, columns);
+#else
+        // The rows of the weight stay in the first-level cache while all rows of x meet them.
         for (; row + 4 <= p.M; row += 4)
-            multiply_columns<Bits, 4, 1, IsPacked>(p, layout, activations, row, column, end);
+            multiply_streams<Bits, 4, 1, IsPacked>(p, layout, activations, row, column, columns);
         if (row + 2 <= p.M) {
-            multiply_columns<Bits, 2, 2, IsPacked>(p, layout, activations, row, column, end);
+            multiply_streams<Bits, 2, 2, IsPacked>(p, layout, activations, row, column, columns);
             row += 2;
         }
-        if (row < p.M) multiply_columns<Bits, 1, 4, IsPacked>(p, layout, activations, row, column, end);
-    }
+        if (row < p.M) multiply_streams<Bits, 1, 4, IsPacked>(p, layout, activations, row, column, columns);
 #endif
+    }
 }
 
 template <int Bits>
-void multiply_bits(const GroupedQuantMatMul& p, const std::byte* activations, std::size_t column,
-                   std::size_t column_end) {
+void multiply_bits(const GroupedQuantMatMul& p, const std::byte* activations, const FastRowsColumns& columns) {
     const Layout layout(p);
-    if (layout.is_packed) return multiply_rows<Bits, true>(p, layout, activations, column, column_end);
-    multiply_rows<Bits, false>(p, layout, activations, column, column_end);
+    if (layout.is_packed) return multiply_columns<Bits, true>(p, layout, activations, columns);
+    multiply_columns<Bits, false>(p, layout, activations, columns);
 }
 
-void multiply_part(const GroupedQuantMatMul& p, const std::byte* activations, std::size_t column,
-                   std::size_t column_end) {
-    if (p.bits == 2) multiply_bits<2>(p, activations, column, column_end);
-    if (p.bits == 4) multiply_bits<4>(p, activations, column, column_end);
-    if (p.bits == 8) multiply_bits<8>(p, activations, column, column_end);
+void multiply(const GroupedQuantMatMul& p, const std::byte* activations, const FastRowsColumns& columns) {
+    if (p.bits == 2) multiply_bits<2>(p, activations, columns);
+    if (p.bits == 4) multiply_bits<4>(p, activations, columns);
+    if (p.bits == 8) multiply_bits<8>(p, activations, columns);
 }
 
 }  // namespace
 
-FastRowsKernel INTAGLIO_FOR_ISA(fast_rows)() noexcept { return {row_bytes, quantize, multiply_part}; }
+FastRowsKernel INTAGLIO_FOR_ISA(fast_rows)() noexcept { return {row_bytes, quantize, multiply}; }
 
 }  // namespace intaglio

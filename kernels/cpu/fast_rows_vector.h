@@ -8,7 +8,8 @@ namespace intaglio {
 namespace {
 
 // Packed bytes are unpacked into planes of one code a byte, plane j with the codes of kPlaneInputs<Bits>[j] in each
-// packed byte. With 2 bits the last two planes hold the codes times 4, which saves two shifts.
+// packed byte. With 2 bits the last two planes hold the codes times 4, which saves two shifts, but not where one
+// instruction shifts and masks.
 template <int Bits>
 constexpr std::size_t kPlanes = 8 / Bits;
 template <int Bits>
@@ -30,6 +31,38 @@ INTAGLIO_INLINE Bytes load_some_bytes(const std::uint8_t* from, std::size_t coun
     return _mm512_maskz_loadu_epi8(~__mmask64{0} >> (64 - count), from);
 }
 INTAGLIO_INLINE Bytes all_bytes(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
+
+#if defined(__GFNI__)
+
+// Of each byte the code that begins at the bit `shift`, as a product of bits: a row of the matrix for each bit of the
+// result, the lowest in the highest byte.
+template <int Bits>
+INTAGLIO_INLINE Bytes codes_at(Bytes packed, int shift) {
+    std::uint64_t matrix = 0;
+    for (int bit = 0; bit < Bits; ++bit) matrix |= std::uint64_t{1} << (8 * (7 - bit) + shift + bit);
+    return _mm512_gf2p8affine_epi64_epi8(packed, _mm512_set1_epi64(static_cast<long long>(matrix)), 0);
+}
+
+template <int Bits>
+INTAGLIO_INLINE void unpack(Bytes packed, Bytes (&planes)[kPlanes<Bits>]) {
+    planes[0] = Bits == 8 ? packed : _mm512_and_si512(packed, all_bytes((1 << Bits) - 1));
+    INTAGLIO_UNROLL
+    for (std::size_t j = 1; j < kPlanes<Bits>; ++j)
+        planes[j] = codes_at<Bits>(packed, Bits * static_cast<int>(kPlaneInputs<Bits>[j]));
+}
+
+template <int Bits>
+constexpr int kStart = 1;
+
+template <int Bits>
+INTAGLIO_INLINE Ints first_dot(Ints sum, const Bytes (&planes)[kPlanes<Bits>], const std::int8_t* activations) {
+    INTAGLIO_UNROLL
+    for (std::size_t j = 0; j < kPlanes<Bits>; ++j)
+        sum = _mm512_dpbusd_epi32(sum, planes[j], _mm512_load_si512(activations + j * kBytes));
+    return sum;
+}
+
+#else
 
 template <int Bits>
 INTAGLIO_INLINE void unpack(Bytes packed, Bytes (&planes)[kPlanes<Bits>]) {
@@ -63,6 +96,8 @@ INTAGLIO_INLINE Ints first_dot(Ints sum, const Bytes (&planes)[kPlanes<Bits>], c
     if constexpr (Bits < 8) add(1);
     return sum;
 }
+
+#endif
 
 INTAGLIO_INLINE Ints added(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 

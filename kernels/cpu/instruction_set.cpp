@@ -45,8 +45,8 @@ constexpr unsigned kAvxVnniBit = 4, kAvx512Bfloat16Bit = 5;
 #if defined(__linux__)
     static const bool has = [] {
         unsigned a = 0, b = 0, c = 0, d = 0;
-        constexpr unsigned tile = 24, int8 = 25, bfloat16 = 22;
-        if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+        constexpr unsigned tile = 24, int8 = 25, bfloat16 = 22, gfni = 8;
+        if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(c >> gfni & 1)) return false;
         if (!(d >> tile & 1) || !(d >> int8 & 1) || !(d >> bfloat16 & 1)) return false;
         constexpr long request_permission = 0x1023, tile_data = 18;
         return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
