@@ -42,7 +42,10 @@ def refuse_amx() -> None:
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in _FILTER)
     libc = ctypes.CDLL(None, use_errno=True)
     program = _Program(len(_FILTER), code)
-    for arguments in ((_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), (_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program))):
+    for arguments in (
+        (_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
+        (_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program)),
+    ):
         if libc.prctl(*arguments):
             raise OSError(ctypes.get_errno(), "the kernel takes no seccomp filter")
 

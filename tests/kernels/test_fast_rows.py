@@ -79,6 +79,18 @@ def test_few_rows_match_the_product_of_rounded_activations(
         assert relative_l2(y, rounded_product(x, rows, quantization)) <= 1e-6
 
 
+def test_few_columns(instruction_set: str) -> None:
+    """Fewer than are read side by side, and any rest."""
+    rng = np.random.default_rng(13)
+    quantization = GroupedQuantFormat(2, 128, 1)
+    x = rng.normal(size=(5, 256)).astype(np.float32)
+    for columns in (1, 3, 6):
+        rows = random_rows(rng, (columns, 256), quantization)
+        session = load(rows, quantization)
+        for count in (1, 5):
+            assert relative_l2(run(session, x[:count]), rounded_product(x[:count], rows, quantization)) <= 1e-6
+
+
 @pytest.mark.parametrize(("bits", "group_size"), [(2, 128), (2, 256), (4, 32), (4, 64), (4, 128), (8, 32)])
 def test_few_rows_are_near_the_product_that_is_not_rounded(bits: int, group_size: int, instruction_set: str) -> None:
     rng = np.random.default_rng(bits * group_size)

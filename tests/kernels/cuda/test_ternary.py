@@ -13,8 +13,8 @@ from intaglio.kernels.cuda.tiles import MatmulTile, ternary_int8_tile, ternary_t
 from intaglio.kernels.grouped_quant import GroupedQuantFormat, GroupedQuantRows, dequantize, pack_codes
 from intaglio.trainer.ops.ternary import launch_dequantize, launch_int8_matmul, launch_matmul
 
-# What rounding the result to float16 alone leaves is 2e-4. The interpreter cuts bfloat16 off where a GPU rounds, so that
-# a few results may all be off by nearly a unit in their last place, 2^-7.
+# What rounding the result to float16 alone leaves is 2e-4. The interpreter cuts bfloat16 off where a GPU rounds, so
+# that a few results may all be off by nearly a unit in their last place, 2^-7.
 BOUNDS = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
 DTYPES = (torch.float16, torch.bfloat16)
 
