@@ -47,7 +47,7 @@ class FastRows final : public ParallelWork {
         const std::size_t wanted =
             std::max(ceil_div(product.N, kParts), kMinPartBytes / (row_bytes * std::max<std::size_t>(product.M, 1)));
         apart_ = product.N / kStreams;
-        columns_ = ceil_div(wanted, kStreams);
+        columns_ = std::max<std::size_t>(ceil_div(wanted, kStreams), 1);
         parts_ = std::max<std::size_t>(ceil_div(apart_, columns_), product.N > 0);
         is_small_ = row_bytes * product.N * product.M < kSmallBytes;
     }

@@ -45,6 +45,7 @@ constexpr unsigned kAvxVnniBit = 4, kAvx512Bfloat16Bit = 5;
 #if defined(__linux__)
     static const bool has = [] {
         unsigned a = 0, b = 0, c = 0, d = 0;
+        // Every processor with tiles has GFNI, which few rows use.
         constexpr unsigned tile = 24, int8 = 25, bfloat16 = 22, gfni = 8;
         if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(c >> gfni & 1)) return false;
         if (!(d >> tile & 1) || !(d >> int8 & 1) || !(d >> bfloat16 & 1)) return false;
