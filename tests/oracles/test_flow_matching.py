@@ -19,7 +19,6 @@ from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from intaglio.runtimes import flow_matching
 from intaglio.runtimes.flow_matching import empirical_mu, scale_noise, sigmas, start_step, timesteps
 
-
 ROUNDINGS = 5 * 2.0**-24
 
 
