@@ -13,9 +13,8 @@ from intaglio.kernels.cuda.tiles import MatmulTile, ternary_int8_tile, ternary_t
 from intaglio.kernels.grouped_quant import GroupedQuantFormat, GroupedQuantRows, dequantize, pack_codes
 from intaglio.trainer.ops.ternary import launch_dequantize, launch_int8_matmul, launch_matmul
 
-# What rounding the result to float16 alone leaves is 2e-4. The interpreter cuts bfloat16 off where a GPU rounds, so
-# that a few results may all be off by nearly a unit in their last place, 2^-7.
-BOUNDS = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
+# float16 keeps 11 bits, bfloat16 8: what rounding the result alone leaves is 2.1e-4 and 1.7e-3.
+BOUNDS = {torch.float16: 1e-3, torch.bfloat16: 4e-3}
 DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -97,7 +96,7 @@ def test_scales_of_another_dtype_keep_their_range(generator: torch.Generator) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 33, 256, 128), (19, 45, 192, 64), (70, 70, 96, 32), (9, 20, 384, 96)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 133, 256, 128), (19, 45, 192, 64), (70, 70, 96, 32), (9, 20, 384, 96)], ids=str)
 def test_int8_activations(generator: torch.Generator, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     rows, outputs, inputs, group_size = shape
     codes, scales, dense = weight(generator, outputs, inputs, group_size, dtype)
@@ -112,18 +111,20 @@ def test_int8_activations(generator: torch.Generator, shape: tuple[int, int, int
     y = launch_int8_matmul(x, codes, scales)
     rounded = ((groups / steps).round() * steps).reshape(rows, inputs)
     assert error(y, rounded @ dense.T) <= BOUNDS[dtype]
+    assert error(y, x.double() @ dense.T) <= 1.2e-2
 
 
 def test_int8_rows_that_hold_nothing_or_no_number(generator: torch.Generator) -> None:
     codes, scales, dense = weight(generator, 20, 128, 64, torch.float16)
-    x = torch.randn(5, 128, generator=generator).half()
+    x = torch.randn(20, 128, generator=generator).half()
     x[1] = 0
     x[2, 70] = float("inf")
     x[3, 5] = float("nan")
     y = launch_int8_matmul(x, codes, scales)
     assert (y[1] == 0).all()
     assert y[2:4].isnan().all()
-    assert error(y[[0, 4]], x[[0, 4]].double() @ dense.T) <= 3e-2  # 40 results, of digits of 8 bits
+    y, x = y[4:], x[4:]
+    assert error(y, x.double() @ dense.T) <= 1.2e-2
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
